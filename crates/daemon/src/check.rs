@@ -1,7 +1,8 @@
-//! What is wrong with a request by itself, whatever the machine and the daemon are like.
+//! Checks of requests that need neither the machine nor the state of the daemon.
 //!
-//! Control asks before anything is begun: the command line or the configuration is wrong then.
-//! [`Daemon`](super::Daemon) asks again, for other clients of the protocol.
+//! The command line calls them before anything is started, so that a wrong option or configuration
+//! is reported first. [`Daemon`](super::Daemon) calls them again, for other clients of the
+//! protocol.
 
 use vshunt_block::Disk;
 use vshunt_engine::{Settings, WorkerId};
@@ -13,17 +14,17 @@ use vshunt_types::spec::{
 };
 use vshunt_vhost_user::blk::SERIAL_MAX;
 
-/// Virtqueues of one export at most: what QEMU's virtio devices can have less their own needs, and
-/// a VMM's usual limit.
+/// Virtqueues of one export at most: about what a virtio device of QEMU can have, and the usual
+/// limit of VMMs.
 pub const MAX_QUEUES: u16 = 256;
-/// Queue pairs of one network's export at most: vhost-user has 8 bits for the number of a
+/// Queue pairs of one export of a network at most: vhost-user has 8 bits for the index of a
 /// virtqueue.
 pub const MAX_PAIRS: u16 = 128;
 
-/// A request that can be wrong by itself.
+/// A request that can be checked by itself.
 pub trait Check {
     /// # Errors
-    /// [`Invalid`](vshunt_types::error::Kind::Invalid), with what would be right.
+    /// [`Invalid`](vshunt_types::error::Kind::Invalid), with the remedy.
     fn check(&self) -> Result<()>;
 }
 
@@ -125,7 +126,7 @@ impl Check for ExportSpec {
     }
 }
 
-/// A switch has nothing but its name.
+/// Checks a switch, which has only a name.
 fn check_switch(spec: &NetSpec) -> Result<()> {
     let keys = [
         ("ifname", spec.ifname.is_some()),
@@ -147,7 +148,7 @@ fn check_switch(spec: &NetSpec) -> Result<()> {
     }
 }
 
-/// What is wrong with the options of a switch's port by themselves.
+/// Checks the options of a port of a switch.
 fn check_port(spec: &ExportSpec) -> Result<()> {
     let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", spec.name)));
     if spec.mac_filter == Some(true) && spec.mac.is_none() {
@@ -168,7 +169,7 @@ fn check_port(spec: &ExportSpec) -> Result<()> {
     }
 }
 
-/// The options of a switch's port that are given: on a tap they would do nothing.
+/// Returns the given options of a port of a switch. They have no effect on a tap.
 pub(super) fn port_keys(spec: &ExportSpec) -> impl Iterator<Item = &'static str> {
     let keys = [
         ("mac-filter", spec.mac_filter.is_some()),
@@ -181,16 +182,16 @@ pub(super) fn port_keys(spec: &ExportSpec) -> impl Iterator<Item = &'static str>
     keys.into_iter().filter(|(_, given)| *given).map(|(key, _)| key)
 }
 
-/// Whether a disk may be asked to have that size.
+/// Checks the requested size of a disk.
 ///
 /// # Errors
-/// [`Invalid`](vshunt_types::error::Kind::Invalid), with what would be right.
+/// [`Invalid`](vshunt_types::error::Kind::Invalid), with the remedy.
 pub fn check_disk_size(size_bytes: u64) -> Result<()> {
     Disk::check_size(size_bytes)
 }
 
-/// Whether an export has exactly one place: a socket or a mountpoint. In [`Check`] a socket may be
-/// missing: the service manager may pass it.
+/// Checks that an export has exactly one place: a socket or a mountpoint. [`Check`] allows a
+/// missing socket, because the service manager may pass one.
 ///
 /// # Errors
 /// [`Invalid`](vshunt_types::error::Kind::Invalid).
@@ -206,7 +207,7 @@ pub fn check_one_place(spec: &ExportSpec) -> Result<()> {
     }
 }
 
-/// Whether what is asked for is of this kind of export.
+/// Checks that all given options belong to this kind of export.
 fn check_kind(spec: &ExportSpec) -> Result<()> {
     let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", spec.name)));
     let kind = kind_name(spec.kind);
@@ -242,7 +243,8 @@ fn kind_name(kind: ExportKind) -> &'static str {
     }
 }
 
-/// The keys that are not of every kind of export, whose they are, and whether they are given.
+/// Returns the options that do not belong to every kind of export: the option, its kinds, and
+/// whether it is given.
 fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool)> {
     use ExportKind::{Fuse, Uplink, VhostUserBlk, VhostUserNet};
     vec![
@@ -273,7 +275,7 @@ fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool
     ]
 }
 
-/// What is asked of a worker besides its name.
+/// Returns the settings of a worker, without its name.
 pub(super) fn settings(spec: &WorkerSpec) -> Settings {
     Settings { cpu: spec.cpu.clone(), nice: spec.nice, poll_us: spec.poll_us, ..Settings::default() }
 }
@@ -282,12 +284,12 @@ fn check_worker_name(name: Option<&str>) -> Result<()> {
     name.map_or(Ok(()), |name| check_no_id("worker", name))
 }
 
-/// A job's name is its worker's and its queue's, too.
+/// Checks the name of a job, which is also the name of its worker and its queue.
 pub(super) fn check_job_name(name: &str) -> Result<()> {
     check_no_id("job", name)
 }
 
-/// Names of workers are taken for ids where they are numbers.
+/// Checks that a name is not a number. Numbers in place of names are ids.
 fn check_no_id(what: &str, name: &str) -> Result<()> {
     check_name(what, name)?;
     match name.parse::<WorkerId>() {

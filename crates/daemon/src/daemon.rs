@@ -1,4 +1,4 @@
-//! The daemon: everything control may ask for. Its methods are called from any control thread.
+//! The daemon, with one method for each command. Any control thread may call them.
 
 mod bitmaps;
 mod convert;
@@ -32,7 +32,7 @@ use crate::export::{Backend, Export, removing};
 use crate::registry::{ExportEntry, Phase, Registry, no_disk, no_export};
 use crate::watched::Watched;
 
-/// How long an attach waits for requests in flight where nobody says.
+/// How long an attach waits for requests in flight by default.
 pub const ATTACH_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long the removal of an export waits for requests in flight.
@@ -41,7 +41,7 @@ const REMOVE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10
 /// Settings of the daemon.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Bound of polling for workers that have none of their own, µs.
+    /// Limit of polling for workers without a limit of their own, µs.
     pub poll_us: u32,
 }
 
@@ -53,13 +53,13 @@ impl Default for Options {
 
 /// Disks, exports and workers of one process.
 ///
-/// Lock order: a disk's `turn`, then `state`, then an export's `served`, then a queue set's slot,
-/// then the workers' list. `state` guards the registry and is held for look-ups alone: never while
-/// a socket, a worker or a file is opened, and never while a queue drains. A name is reserved or
-/// marked instead, see [`Phase`].
+/// Lock order: `op_lock` of a disk, `state`, `served` of an export, the slot of a queue set, the
+/// list of workers. `state` guards the registry and is held for look-ups only: never while a
+/// socket, a worker or a file is opened, and never while a queue drains. Meanwhile the name is
+/// reserved or marked, see [`Phase`].
 pub struct Daemon {
     state: Mutex<Registry>,
-    /// Signalled when an export has come into another phase, or is gone.
+    /// Signalled when the phase of an export changes, or when an export is gone.
     pub(super) changed: Condvar,
     pub(super) workers: Arc<Workers>,
     listeners: RwLock<Vec<Listener>>,
@@ -96,7 +96,7 @@ impl Observer for ExportObserver {
     }
 
     fn ended(&self) {
-        // Called by a session thread or worker, which cannot wait for itself.
+        // A session thread or a worker calls this, and cannot wait for its own end.
         let (name, daemon) = (self.name.clone(), self.daemon.clone());
         let remove = move || {
             if let Some(daemon) = daemon.upgrade()
@@ -107,7 +107,8 @@ impl Observer for ExportObserver {
         };
         let builder = std::thread::Builder::new().name("export-end".into());
         if let Err(e) = sandbox::spawn(ThreadKind::Control, builder, remove) {
-            // It serves nobody any more, and goes with the next remove or the daemon.
+            // The export serves no front end any more. It is removed by the next command or with
+            // the daemon.
             tracing::error!(
                 "export {}: its peer went, and no thread can be had to remove it: {e}",
                 self.name
@@ -117,7 +118,7 @@ impl Observer for ExportObserver {
 }
 
 impl Daemon {
-    /// A daemon with worker 0 and nothing else.
+    /// Makes a daemon that has worker 0 and nothing else.
     pub fn new(options: Options) -> Result<Arc<Self>> {
         let workers = Workers::new(options.poll_us)?;
         workers.create(None, &Settings::default())?;
@@ -134,7 +135,7 @@ impl Daemon {
         self.state.locked()
     }
 
-    /// Calls `f` for each event from now on; it must return at once.
+    /// Calls `f` for each event from now on. `f` must not block.
     pub fn on_event(&self, f: Listener) {
         self.listeners.write_locked().push(f);
     }
@@ -149,27 +150,30 @@ impl Daemon {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to remove what daemons that were killed left in /dev/shm for images that are gone.
-    /// Once, after its disks are added. On a thread of its own: to look for an image may wait for
-    /// its file system.
+    /// Starts to remove files that killed daemons left in /dev/shm for images that do not exist any
+    /// more. Called once, after the disks are added. It runs on a thread of its own, because
+    /// opening an image may wait for its file system.
     pub fn sweep_journals(&self) {
         let thread = std::thread::Builder::new().name("vshunt-sweep".to_owned());
-        // It opens images by their handles, which control threads may not. Without a thread they
-        // stay until the next daemon.
+        // It opens images by their file handles, which control threads are not allowed to. If there
+        // is no thread, the files stay until the next daemon starts.
         let _ = thread.spawn(|| sandbox::errand(sweep_journals));
     }
 
     /// Opens a disk.
+    ///
+    /// # Errors
+    /// The name is in use, the description is wrong, or the image cannot be opened.
     pub fn disk_add(&self, spec: DiskSpec) -> Result<()> {
         spec.check()?;
         self.state().check_unnamed(&spec.name)?;
-        // Without the lock: it may wait for the image.
+        // Without the lock, because it may wait for the image.
         if let Some(file) = &spec.file {
             uncover(file)?;
         }
         self.check_image(&spec)?;
         let disk = Disk::open(&spec)?;
-        // What is listed.
+        // The list shows the format that is used.
         let spec = DiskSpec { format: Some(spec.format()), ..spec };
         let watched = Watched::of(&disk)?;
         let mut state = self.state();
@@ -181,7 +185,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// The image's lock would say that another process has it, after having waited for that to end.
+    /// Checks that no disk of this daemon has the image. The lock of the image would report another
+    /// process, after waiting for it.
     pub(super) fn check_image(&self, spec: &DiskSpec) -> Result<()> {
         let disks: Vec<_> = self.state().disks.values().cloned().collect();
         let (Some(other), Some(file)) = (disks.iter().find(|d| d.disk.locks_out(spec)), &spec.file) else {
@@ -195,12 +200,12 @@ impl Daemon {
         )))
     }
 
-    /// Takes away mounts that a killed daemon left at mountpoints of exports or over images of
-    /// `disks`. Called before the images are looked at, which such a mount hides, and before they
-    /// are opened: a dead mount with passthrough keeps the locks of its image.
+    /// Removes mounts that a killed daemon left at mountpoints of exports, or over images of
+    /// `disks`. Called before the images are checked, which such a mount hides, and before they are
+    /// opened: a dead mount with passthrough keeps the locks of its image.
     ///
     /// # Errors
-    /// `Busy` where a dead mount cannot be taken away; the system's.
+    /// `Busy` if a dead mount cannot be removed; errors of the system.
     pub fn take_over<'a>(mountpoints: impl IntoIterator<Item = &'a Path>, disks: &[DiskSpec]) -> Result<()> {
         mountpoints.into_iter().try_for_each(|path| Self::take_over_mountpoint(path, disks))?;
         for file in disks.iter().filter_map(|disk| disk.file.as_deref()) {
@@ -221,8 +226,9 @@ impl Daemon {
         Ok(())
     }
 
-    /// A mount over an image hides it from everything that opens it by its name. The disk that is
-    /// mounted has it open already; no other may need it.
+    /// Checks that a mount hides no image. A mount over an image hides it from every program that
+    /// opens it by name. Only the disk that is mounted may have that image, because it is open
+    /// already.
     fn check_mountpoint(&self, spec: &ExportSpec) -> Result<()> {
         let Some(path) = &spec.mountpoint else { return Ok(()) };
         let Some(inode) = identity(path) else { return Ok(()) };
@@ -247,6 +253,9 @@ impl Daemon {
     }
 
     /// Closes a disk that no export uses, or forgets an overlay that waits for its snapshot.
+    ///
+    /// # Errors
+    /// There is no such disk, or it is in use.
     pub fn disk_remove(&self, name: &str) -> Result<()> {
         let removed = {
             let mut state = self.state();
@@ -261,29 +270,30 @@ impl Daemon {
             state.disk(name)?.watched.check_free(name)?;
             state.disks.remove(name).ok_or_else(|| no_disk(name))?
         };
-        // Whoever looks at it is done in a moment; the image is closed when this returns.
+        // Other threads use the entry only for a moment. The image is closed when this returns.
         while Arc::strong_count(&removed) > 1 {
             std::thread::sleep(Duration::from_millis(1));
         }
         Ok(())
     }
 
-    /// Whether a disk, or an overlay that waits, has the file with that device number and inode, as
-    /// its image or below. A disk whose image is being replaced may have it. Waits for nothing.
+    /// Returns whether a disk, or an overlay that waits, has the file with that device number and
+    /// inode as its image or as a backing file. Also true for a disk whose image is being replaced.
+    /// Does not wait.
     pub fn has_file(&self, id: (u64, u64)) -> bool {
         let state = self.state();
         state.disks.values().any(|entry| entry.disk.may_have_file(id))
             || state.overlays.values().any(|overlay| overlay.id == Some(id))
     }
 
-    /// All disks, by name.
+    /// Returns all disks, sorted by name.
     pub fn disks(&self) -> Vec<DiskInfo> {
         self.learn_sizes();
         let disks: Vec<_> = {
             let state = self.state();
             state.disks.values().map(|entry| (entry.clone(), state.users(&entry.name))).collect()
         };
-        // Without the lock: one whose image is being replaced is waited for.
+        // Without the lock, because this waits for an image that is being replaced.
         let info = |(entry, exports): (Arc<DiskEntry>, _)| DiskInfo {
             spec: entry.spec(),
             size_bytes: entry.disk.size_bytes(),
@@ -296,7 +306,10 @@ impl Daemon {
         disks.into_iter().map(info).collect()
     }
 
-    /// Serves a disk or a network. Waits for a resize of that disk to end.
+    /// Serves a disk or a network. Waits for the end of a resize of that disk.
+    ///
+    /// # Errors
+    /// The name is in use, the description is wrong, or something cannot be opened.
     pub fn export_add(&self, spec: ExportSpec) -> Result<()> {
         spec.check()?;
         if spec.net.is_some() {
@@ -304,7 +317,7 @@ impl Daemon {
             return self.make(spec, backend, &|| Ok(()));
         }
         let entry = self.state().disk(&spec.disk)?;
-        let _turn = entry.turn();
+        let _op = entry.op_lock();
         self.check_mountpoint(&spec)?;
         if !spec.refuses_writes() && self.state().writer(&spec.disk).is_none() {
             entry.check_returned()?;
@@ -315,8 +328,8 @@ impl Daemon {
         self.make(spec, Backend::Disk(entry.disk.clone()), &prepare)
     }
 
-    /// Makes an export that is reserved. `prepare` is called once nothing is left that could be
-    /// refused.
+    /// Makes an export whose name is reserved. `prepare` is called when nothing can be refused any
+    /// more.
     fn make(&self, spec: ExportSpec, backend: Backend, prepare: &dyn Fn() -> Result<()>) -> Result<()> {
         let name = spec.name.clone();
         let observer = ExportObserver { name: name.clone(), daemon: self.this.clone() };
@@ -337,15 +350,18 @@ impl Daemon {
         result
     }
 
-    /// Ends an export; returns when it is gone. Without `hard`, one with a front-end connected is
-    /// [`Busy`](vshunt_types::error::Kind::Busy), and so is one that is being removed already. One
-    /// whose requests do not end within 10 s is, too: its users are disconnected then, and it goes
-    /// when they end.
+    /// Removes an export, and returns when it is gone.
+    ///
+    /// # Errors
+    /// [`Busy`](vshunt_types::error::Kind::Busy) if the export is being removed already, or if a
+    /// front end is connected and `hard` is false. Also `Busy` if requests do not end within 10 s:
+    /// then the front end is disconnected, and the export is removed when they end.
     pub fn export_remove(&self, name: &str, hard: bool) -> Result<()> {
         self.export_take_down(name, hard).map(drop)
     }
 
-    /// As [`export_remove`](Self::export_remove). Returns whether a front end lost its device.
+    /// Does what [`export_remove`](Self::export_remove) does. Returns whether a front end lost its
+    /// device.
     pub fn export_take_down(&self, name: &str, hard: bool) -> Result<bool> {
         let export = {
             let mut state = self.state();
@@ -373,14 +389,14 @@ impl Daemon {
         if used {
             tracing::warn!("export {name} is removed by force: its front end loses the device");
         }
-        let ended = self.begin_end(name, export.clone());
+        let ended = self.start_removal(name, export.clone());
         await_end(name, &export, &ended, Instant::now() + REMOVE_LIMIT)?;
         Ok(used)
     }
 
-    /// Begins to take down an export that is marked as being removed, on a thread of its own. Says
-    /// when that is over.
-    fn begin_end(&self, name: &str, export: Arc<Export>) -> Receiver<()> {
+    /// Starts to remove an export that is marked as being removed, on a thread of its own. The
+    /// receiver gets a message at the end.
+    fn start_removal(&self, name: &str, export: Arc<Export>) -> Receiver<()> {
         let (done, is_done) = std::sync::mpsc::sync_channel(1);
         let (this, of, theirs) = (self.this.upgrade(), name.to_owned(), export.clone());
         let theirs_done = done.clone();
@@ -392,15 +408,15 @@ impl Daemon {
             let _ = theirs_done.send(());
         };
         if std::thread::Builder::new().name("export-end".into()).spawn(end).is_err() {
-            // Without a thread there is no limit.
+            // If there is no thread, the removal has no time limit.
             self.end(name, &export);
             let _ = done.send(());
         }
         is_done
     }
 
-    /// Takes down an export that is marked as being removed. Waits for its requests in flight,
-    /// without a limit.
+    /// Removes an export that is marked as being removed. Waits for its requests in flight, without
+    /// a limit.
     fn end(&self, name: &str, export: &Export) {
         export.remove();
         {
@@ -408,13 +424,13 @@ impl Daemon {
             state.exports.remove(name);
             state.untold += 1;
         }
-        // Without the lock, and when the name can be used again.
+        // Without the lock, and after the name became free.
         self.tell(&Event::ExportDeleted { name: name.to_owned() });
         self.state().untold -= 1;
         self.changed.notify_all();
     }
 
-    /// All exports, by name.
+    /// Returns all exports, sorted by name.
     pub fn exports(&self) -> Vec<ExportInfo> {
         let shown = |entry: &ExportEntry| {
             let export = entry.phase.export()?.clone();
@@ -428,7 +444,10 @@ impl Daemon {
         self.state().exports.values().filter_map(|e| e.phase.export().cloned()).collect()
     }
 
-    /// Makes a worker.
+    /// Makes a worker, and returns its id.
+    ///
+    /// # Errors
+    /// The description is wrong, or the system has no thread for it.
     pub fn worker_new(&self, spec: WorkerSpec) -> Result<WorkerId> {
         spec.check()?;
         let settings = settings(&spec);
@@ -443,15 +462,21 @@ impl Daemon {
         Ok(id)
     }
 
-    /// Ends a worker that has no queues. Worker 0 stays.
+    /// Frees a worker that has no queues. Worker 0 cannot be freed.
+    ///
+    /// # Errors
+    /// There is no such worker, or it has queues.
     pub fn worker_free(&self, id: WorkerId) -> Result<()> {
         self.workers.free(id)?;
         self.tell(&Event::WorkerFreed { id });
         Ok(())
     }
 
-    /// Changes a worker, all or nothing; what is not given stays. Its thread keeps the name that it
-    /// was made with.
+    /// Changes the settings that are given; if one of them fails, none is changed. The thread keeps
+    /// its name.
+    ///
+    /// # Errors
+    /// There is no such worker, or a setting is wrong.
     pub fn worker_set(&self, id: WorkerId, spec: WorkerSpec) -> Result<()> {
         spec.check()?;
         let settings = settings(&spec);
@@ -461,7 +486,7 @@ impl Daemon {
         self.workers.set(id, spec.name, &settings)
     }
 
-    /// All workers, by id.
+    /// Returns all workers, sorted by id.
     pub fn workers(&self) -> Vec<WorkerInfo> {
         let queues = self.queues();
         let on =
@@ -488,7 +513,11 @@ impl Daemon {
             .collect()
     }
 
-    /// Attaches a queue to a worker, whole or not at all, while I/O runs.
+    /// Attaches a queue to a worker while I/O runs.
+    ///
+    /// # Errors
+    /// The queue stays on its worker: there is no such queue or worker, or requests in flight did
+    /// not end within `timeout`.
     pub fn queue_attach(&self, export: &str, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
         match self.job_queue(export) {
             Some(queue) => queue.attach(index, worker, timeout)?,
@@ -507,14 +536,14 @@ impl Daemon {
         }
     }
 
-    /// All queues of all exports.
+    /// Returns all queues of all exports and jobs.
     pub fn queues(&self) -> Vec<QueueInfo> {
         let mut queues: Vec<_> = self.shown().iter().flat_map(|e| e.queue_infos()).collect();
         queues.extend(self.job_queues());
         queues
     }
 
-    /// Waits until no export is left.
+    /// Waits until there is no export any more.
     pub fn wait_all_gone(&self) {
         let mut state = self.state();
         while !state.is_quiet() {
@@ -522,14 +551,14 @@ impl Daemon {
         }
     }
 
-    /// Ends everything: exports are disconnected and drained, disks closed, workers freed. Returns
-    /// when that is over, also where others began it. Idempotent.
+    /// Ends everything: disconnects and drains exports, closes disks, frees workers. Returns when
+    /// that is complete, even if another thread started it. May be called more than once.
     pub fn shutdown(&self) {
         self.state().shut = true;
         self.end_jobs();
         let exports: Vec<(String, Arc<Export>)> = {
             let mut state = self.state();
-            // None is added from here on; those being made are waited for.
+            // No export is added from here on. Exports that are being made are waited for.
             while state.exports.values().any(|e| matches!(e.phase, Phase::Making)) {
                 state = self.wait(state);
             }
@@ -539,9 +568,9 @@ impl Daemon {
             let names: Vec<String> = state.exports.iter().filter_map(served).collect();
             names.into_iter().map(|name| (name.clone(), state.mark_removing(&name))).collect()
         };
-        // One whose disk hangs does not keep the others from their end.
+        // An export whose disk hangs does not delay the others.
         let ending: Vec<_> =
-            exports.iter().map(|(name, export)| self.begin_end(name, export.clone())).collect();
+            exports.iter().map(|(name, export)| self.start_removal(name, export.clone())).collect();
         let until = Instant::now() + REMOVE_LIMIT;
         let mut hang = false;
         for ((name, export), ended) in exports.iter().zip(&ending) {
@@ -562,18 +591,18 @@ impl Daemon {
         drop(nets);
         let disks = std::mem::take(&mut self.state().disks);
         for entry in disks.values() {
-            // A resize may be under way.
-            drop(entry.turn());
+            // A resize may be running.
+            drop(entry.op_lock());
         }
         drop(disks);
         self.workers.end_all();
     }
 }
 
-/// Waits for the end of an export, until a time that is [`REMOVE_LIMIT`] after its beginning.
+/// Waits for the end of an export until `until`, which is [`REMOVE_LIMIT`] after its start.
 ///
 /// # Errors
-/// [`Busy`](vshunt_types::error::Kind::Busy): requests are still in flight then. It is taken down
+/// [`Busy`](vshunt_types::error::Kind::Busy): requests are still in flight. The export is removed
 /// when they end.
 fn await_end(name: &str, export: &Export, ended: &Receiver<()>, until: Instant) -> Result<()> {
     match ended.recv_timeout(until.saturating_duration_since(Instant::now())) {

@@ -1,4 +1,4 @@
-//! One disk of the daemon, with its description and what watches its writes.
+//! A disk of the daemon, with its description and the observers of its writes.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -10,33 +10,34 @@ use vshunt_types::sync::Locked;
 
 use crate::watched::Watched;
 
-/// How long somebody is waited for whose use of a disk's image by the kernel is about to end.
+/// How long to wait for an end of a use of the image by the kernel that is ending already.
 const RETURN_PATIENCE: Duration = Duration::from_millis(500);
 
 /// A disk of the daemon.
 pub(super) struct DiskEntry {
     pub(super) name: String,
-    /// As it is now: a snapshot gives a disk another file. Guards it alone; held for a look.
+    /// The current description. A snapshot changes the file of a disk. Guards itself alone; held
+    /// for a read or a change.
     spec: Mutex<DiskSpec>,
     pub(super) disk: Arc<Disk>,
-    /// Held over a resize or snapshot, and while an export is made: these come one at a time, and
-    /// each knows all exports.
-    turn: Mutex<()>,
-    /// What watches its writes.
+    /// Held during a resize or a snapshot, and while an export is made. So these operations run one
+    /// after the other, and each knows all exports.
+    op_lock: Mutex<()>,
+    /// The observers of its writes.
     pub(super) watched: Watched,
 }
 
 impl DiskEntry {
     pub(super) fn new(spec: DiskSpec, disk: Arc<Disk>, watched: Watched) -> Self {
-        Self { name: spec.name.clone(), spec: Mutex::new(spec), disk, turn: Mutex::default(), watched }
+        Self { name: spec.name.clone(), spec: Mutex::new(spec), disk, op_lock: Mutex::default(), watched }
     }
 
-    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.locked()
+    pub(super) fn op_lock(&self) -> MutexGuard<'_, ()> {
+        self.op_lock.locked()
     }
 
-    /// Whether all writers of the image come by us, but for exports that are there. With its turn
-    /// held; waits for a moment for who is about to end.
+    /// Checks that all writes to the image pass through this process, except those of current
+    /// exports. The caller holds `op_lock`. Waits a moment for a use that is ending.
     pub(super) fn check_returned(&self) -> Result<()> {
         let begin = Instant::now();
         while self.disk.passthrough_in_use() {
@@ -52,17 +53,17 @@ impl DiskEntry {
         Ok(())
     }
 
-    /// What the disk is now.
+    /// Returns the current description.
     pub(super) fn spec(&self) -> DiskSpec {
         self.spec.locked().clone()
     }
 
-    /// It is another now; with its turn held.
+    /// Changes the description. The caller holds `op_lock`.
     pub(super) fn set_spec(&self, spec: DiskSpec) {
         *self.spec.locked() = spec;
     }
 
-    /// Has handles that are made from now on do what is to be done. With nothing in flight.
+    /// Sets the observers for handles that are made from now on. Called while nothing is in flight.
     pub(super) fn watch(&self) {
         let state = self.watched.state();
         let recording = |b: &Arc<Bitmap>| {
@@ -73,24 +74,24 @@ impl DiskEntry {
         self.disk.set_write_observers(WriteObservers { dirty, copy_before_write: state.before.clone() });
     }
 
-    /// Calls `f`, which may close the disk's image and open it or another one, with what belongs in
-    /// the image kept there meanwhile. With nothing in flight.
+    /// Calls `f`, which may close the image of the disk and open it or another one. Meanwhile the
+    /// bitmaps are stored in the image. Called while nothing is in flight.
     pub(super) fn with_bitmaps_kept<R>(&self, f: impl FnOnce() -> R) -> R {
         self.disk.save_bitmaps(&self.watched.state().bitmaps);
         let result = f();
-        // Ours are the same, and go on being set.
+        // The bitmaps of the entry are the same ones, and stay in use.
         drop(self.disk.take_bitmaps());
         result
     }
 
-    /// Gives a disk another size, and its bitmaps with it. With nothing in flight.
+    /// Resizes a disk together with its bitmaps. Called while nothing is in flight.
     pub(super) fn resize_watched(&self, size_bytes: u64, resize: impl FnOnce() -> Result<()>) -> Result<()> {
         let bitmaps = self.watched.state().bitmaps.clone();
         let old = self.disk.size_bytes();
         let resized = bitmaps.iter().try_for_each(|b| b.resize(size_bytes));
         let resized = resized.and_then(|()| resize());
         if resized.is_err() {
-            // What a bitmap was cut by counts as dirty then.
+            // Blocks that a bitmap had lost count as dirty afterwards.
             let back = bitmaps.iter().try_for_each(|b| b.resize(old));
             self.watch();
             return resized.and(back);
@@ -102,7 +103,7 @@ impl DiskEntry {
 
 impl Drop for DiskEntry {
     fn drop(&mut self) {
-        // No export is left, and no job.
+        // There is no export any more, and no job.
         self.disk.save_bitmaps(&self.watched.state().bitmaps);
     }
 }

@@ -1,4 +1,4 @@
-//! Work on a disk while nothing is in flight on it, whichever exports it has.
+//! Runs operations on a disk while nothing is in flight on it, for all its exports.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -9,13 +9,13 @@ use vshunt_types::error::{Error, Result};
 use crate::disk_entry::DiskEntry;
 use crate::export::Export;
 
-/// Calls `f`, which may close the disk's image and open it or another, while all queues of all
-/// exports of a disk, whose turn is held, are drained. The drains nest: the later exports' wait
-/// while the first ones rest, and `f` itself is what guests wait for.
+/// Calls `f`, which may close the image of the disk and open it or another one, while all queues of
+/// all its exports are drained. The caller holds `op_lock` of the disk. The drains nest: the first
+/// exports wait for the later ones. Guests wait until `f` returns.
 ///
 /// # Errors
-/// An export whose requests we cannot hold back; queues that do not come to rest. Nothing was
-/// changed then.
+/// The requests of an export cannot be held back, or queues do not come to rest. Nothing was
+/// changed.
 pub(super) fn with_disk_drained<R>(
     entry: &DiskEntry,
     exports: &[Arc<Export>],
@@ -35,8 +35,8 @@ pub(super) fn with_disk_drained<R>(
     result.unwrap_or_else(|| Err(Error::busy(format!("disk {disk} could not be drained"))))
 }
 
-/// Drains the exports one after the other, with one deadline for all: the guests of the first ones
-/// wait for the last one.
+/// Drains the exports one after the other. They share one deadline, because the guests of the first
+/// export wait for the last one.
 fn nest(exports: &[Arc<Export>], until: Instant, f: &mut dyn FnMut()) -> Result<()> {
     match exports.split_first() {
         None => {

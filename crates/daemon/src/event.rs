@@ -1,42 +1,42 @@
-//! What the daemon tells those who listen.
+//! Events of the daemon.
 
 use vshunt_engine::WorkerId;
 use vshunt_types::spec::{JobInfo, JobStatus};
 
-/// What happened; told to listeners on the thread where it happened.
+/// An event. Listeners are called on the thread where it happens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A front-end connected.
+    /// A front end connected.
     ExportConnected {
         /// The export.
         name: String,
     },
-    /// The front-end went.
+    /// The front end disconnected.
     ExportDisconnected {
         /// The export.
         name: String,
     },
-    /// An export is gone.
+    /// An export was removed.
     ExportDeleted {
         /// The export.
         name: String,
     },
-    /// A queue moved.
+    /// A queue was attached to a worker.
     QueueAttached {
         /// The export.
         export: String,
         /// The queue's index.
         index: u16,
-        /// Where it is now.
+        /// Its worker now.
         worker: WorkerId,
     },
-    /// A guest misused a ring; it stands until the guest resets it.
+    /// A guest violated the rules of a ring. The queue is stopped until the guest resets it.
     QueueBroken {
         /// The export.
         export: String,
         /// The queue's index.
         index: u16,
-        /// What the guest did.
+        /// The violation.
         reason: String,
     },
     /// A worker was made.
@@ -49,20 +49,20 @@ pub enum Event {
         /// Its id.
         id: WorkerId,
     },
-    /// A job came into another state.
+    /// The state of a job changed.
     JobStatus {
         /// Its name.
         id: String,
         /// The state.
         status: JobStatus,
     },
-    /// A job is over.
+    /// A job ended.
     JobEnded(JobInfo),
-    /// A disk has another size.
+    /// A disk was resized.
     DiskResized {
         /// The disk.
         name: String,
-        /// Bytes now.
+        /// Its size now, bytes.
         size_bytes: u64,
     },
 }

@@ -1,7 +1,7 @@
-//! One export: create, serve, remove.
+//! One export: creation, service, removal.
 //!
-//! `prepared` checks and opens what a request names, `start` makes queues and front end of it,
-//! `served` and `queues` are what an export has while it is served.
+//! `prepared` checks a request and opens what it names. `start` makes queues and a front end of it.
+//! `served` and `queues` are the state while it is served.
 
 mod prepared;
 mod queues;
@@ -25,23 +25,24 @@ use self::queues::ExportQueues;
 use self::served::{Frontend, Served};
 use self::start::Start;
 
-/// An export, served until it is removed. Control threads call it. Lock order: `served`, then a
-/// queue set's slot.
+/// An export, which is served until it is removed. Called by control threads. Lock order: `served`,
+/// then the slot of a queue set.
 pub(super) struct Export {
     pub(super) spec: ExportSpec,
     pub(super) readonly: bool,
-    /// None once it is removed. Read for as long as the queues are used, which may be until a drain
-    /// is over; written once, after the front-end was stopped, when no drain can last any more.
+    /// None after the removal. Locked for reading while the queues are used, which may be until the
+    /// end of a drain. Locked for writing once, after the front end was stopped. No drain can last
+    /// any longer then.
     served: RwLock<Option<Served>>,
-    /// Made for it, and freed with it.
+    /// Workers that were made for the export, and are freed with it.
     own_workers: Vec<WorkerId>,
     workers: Arc<Workers>,
 }
 
 impl Export {
-    /// Checks the whole request before anything is made; what was made is unmade on an error.
-    /// `prepare_image` changes the image of a mount's disk as the mount needs it, after all that is
-    /// checked.
+    /// Makes an export. Checks the whole request before anything is made, and undoes everything on
+    /// an error. `prepare_image` changes the image of a mounted disk as the mount needs it, after
+    /// all checks.
     pub(super) fn create(
         mut spec: ExportSpec,
         backend: Backend,
@@ -72,7 +73,7 @@ impl Export {
         self.served().as_ref().is_some_and(|s| s.frontend.connected())
     }
 
-    /// Lets go of a mount that nobody has open, so that removing it hurts nobody.
+    /// Unmounts a mount that has no open file, so that the removal disturbs no program.
     pub(super) fn release(&self) -> Result<()> {
         match &*self.served() {
             Some(Served { frontend: Frontend::Fuse(mount), .. }) => mount.release(),
@@ -80,13 +81,14 @@ impl Export {
         }
     }
 
-    /// Whether a front-end would lose its device; a mount says so itself, and an uplink has none.
+    /// Returns whether a front end would lose its device. A mount knows this itself, and an uplink
+    /// has no front end.
     pub(super) fn in_use(&self) -> bool {
         matches!(self.spec.kind, ExportKind::VhostUserBlk | ExportKind::VhostUserNet) && self.connected()
     }
 
-    /// Whether its mount lies over the image of `disk` itself, so that the image has no name while
-    /// the mount is there.
+    /// Checks that its mount does not lie over the image of `disk`. Such an image has no name while
+    /// it is mounted.
     ///
     /// # Errors
     /// `Busy`, with the mount and the remedy.
@@ -108,7 +110,7 @@ impl Export {
         }
     }
 
-    /// Whether the kernel changes the disk's size without asking us.
+    /// Returns whether the kernel may change the size of the disk without telling the daemon.
     pub(super) fn grows_by_itself(&self) -> bool {
         match &*self.served() {
             Some(Served { frontend: Frontend::Fuse(mount), .. }) => {
@@ -129,13 +131,15 @@ impl Export {
         }
     }
 
-    /// Whether the kernel serves it.
+    /// Returns whether the kernel serves its rings.
     pub(super) fn is_kernel(&self) -> bool {
         self.served().as_ref().is_some_and(|s| s.queues.kernel().is_some())
     }
 
-    /// Calls a function with the queues. [`Busy`](vshunt_types::error::Kind::Busy) once the export
-    /// is removed.
+    /// Calls a function with the queues.
+    ///
+    /// # Errors
+    /// [`Busy`](vshunt_types::error::Kind::Busy) after the removal of the export.
     pub(super) fn with_queues<R>(&self, f: impl FnOnce(&ExportQueues) -> Result<R>) -> Result<R> {
         match &*self.served() {
             Some(served) => f(&served.queues),
@@ -143,7 +147,8 @@ impl Export {
         }
     }
 
-    /// Whether all requests of its users come by us, so that we can hold them back.
+    /// Checks that all requests of its users pass through this process, so that they can be held
+    /// back.
     pub(super) fn check_held(&self) -> Result<()> {
         let name = &self.spec.name;
         match &*self.served() {
@@ -178,7 +183,7 @@ impl Export {
         }
     }
 
-    /// Whether a disk of that size can be this export's.
+    /// Checks that the disk of this export may have that size.
     pub(super) fn check_size(&self, size_bytes: u64) -> Result<()> {
         check_block_size(&self.spec, size_bytes)
     }
@@ -187,7 +192,8 @@ impl Export {
         let served = self.served();
         ExportInfo {
             spec: self.spec.clone(),
-            // By the guard that is held: a second one would wait for who waits for the first.
+            // Uses the guard that is held already. A second one would wait for a writer that waits
+            // for the first.
             engine: match served.as_ref().is_some_and(|s| s.queues.kernel().is_some()) {
                 true => Engine::Kernel,
                 false => Engine::User,
@@ -202,7 +208,7 @@ impl Export {
         }
     }
 
-    /// Requests that its users had done so far.
+    /// Returns the requests that its users have completed so far.
     pub(super) fn requests(&self) -> u64 {
         self.served()
             .as_ref()
@@ -228,8 +234,9 @@ impl Export {
         (0..served.queues.len()).map(info).collect()
     }
 
-    /// 1 disconnects, drains and removes the socket, 2 waits for those who use the queues and lets
-    /// the queues go, 3 frees the workers made for it that have no other queue. Idempotent.
+    /// Removes the export in three steps: 1 disconnects the front end, drains the queues and
+    /// removes the socket; 2 waits for threads that use the queues, and drops the queues; 3 frees
+    /// the workers that were made for it and have no other queue. May be called more than once.
     pub(super) fn remove(&self) {
         if let Some(served) = &*self.served() {
             served.frontend.stop();
@@ -240,7 +247,7 @@ impl Export {
     }
 }
 
-/// A queue as it is.
+/// Describes a queue.
 pub(super) fn queue_info(
     export: &str,
     index: u16,

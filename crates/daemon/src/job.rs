@@ -1,4 +1,4 @@
-//! One job: its description, its state, and what it has while it copies.
+//! One job: its description, its state, and what it uses while it copies.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -9,14 +9,15 @@ use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{JobInfo, JobKind, JobStatus};
 use vshunt_types::sync::Locked;
 
-/// One job. Its lock is taken for look-ups and changes of the state alone, last of all.
+/// One job. Its lock is held for look-ups and changes of the state only. It is the last one in the
+/// lock order.
 pub(super) struct Job {
     pub(super) id: String,
     pub(super) kind: JobKind,
     pub(super) disk: String,
-    /// The file or disk that it copies to, as it is shown.
+    /// The target, a file or a disk, as it is shown.
     pub(super) target: String,
-    /// It goes without being asked when it has concluded.
+    /// It is dismissed automatically when it has concluded.
     pub(super) auto_dismiss: bool,
     state: Mutex<JobState>,
 }
@@ -29,15 +30,15 @@ pub(super) struct JobState {
     pub(super) error: Option<String>,
     pub(super) total: u64,
     pub(super) done: u64,
-    /// Counts concluded jobs, so that the oldest is known.
+    /// Number of this job among the concluded ones, to find the oldest.
     pub(super) ended: u64,
-    /// While it copies.
-    pub(super) at_work: Option<AtWork>,
+    /// What it uses while it copies.
+    pub(super) active: Option<ActiveCopy>,
 }
 
-/// What a job has while it copies.
+/// What a job uses while it copies.
 #[derive(Clone)]
-pub(super) struct AtWork {
+pub(super) struct ActiveCopy {
     pub(super) copy: Arc<Copy>,
     pub(super) queue: Arc<QueueSet>,
     pub(super) thread: std::thread::Thread,
@@ -54,7 +55,7 @@ impl Job {
             total: 0,
             done: 0,
             ended: 0,
-            at_work: None,
+            active: None,
         };
         Self {
             id: id.to_owned(),
@@ -72,7 +73,7 @@ impl Job {
 
     pub(super) fn info(&self) -> JobInfo {
         let state = self.state();
-        let done = state.at_work.as_ref().map_or(state.done, |w| w.copy.done.load(Relaxed));
+        let done = state.active.as_ref().map_or(state.done, |w| w.copy.done.load(Relaxed));
         JobInfo {
             id: self.id.clone(),
             kind: self.kind,
@@ -87,8 +88,8 @@ impl Job {
         }
     }
 
-    /// The copy is over. Decides whether the job was cancelled, which it cannot be any more if all
-    /// was copied: what ends it then and what is told of it are the same.
+    /// Decides at the end of the copy whether the job was cancelled. A job that has copied all
+    /// cannot be cancelled any more. So the result and its report are always the same.
     pub(super) fn decide(&self, copied: Result<()>) -> Result<()> {
         let mut state = self.state();
         let copied = copied.and_then(|()| match state.cancelled {
@@ -99,17 +100,17 @@ impl Job {
         copied
     }
 
-    pub(super) fn at_work(&self) -> Option<AtWork> {
-        self.state().at_work.clone()
+    pub(super) fn active(&self) -> Option<ActiveCopy> {
+        self.state().active.clone()
     }
 
     pub(super) fn is_concluded(&self) -> bool {
         self.state().status == JobStatus::Concluded
     }
 
-    /// Has its thread look at what was changed.
+    /// Wakes its thread after a change.
     pub(super) fn wake(&self) {
-        if let Some(work) = self.at_work() {
+        if let Some(work) = self.active() {
             work.copy.work.notify();
             work.thread.unpark();
         }

@@ -1,8 +1,8 @@
 //! The daemon without its command line: disks, networks, exports, workers and jobs, by name.
 //!
-//! It opens what a command names, and connects the parts: a front end of `vshunt-vhost-user` or
-//! `vshunt-fuse`, queues on workers or in the kernel, and a disk or a network. No request comes
-//! here.
+//! It opens the files and devices that a command names, and connects the parts: a front end of
+//! `vshunt-vhost-user` or `vshunt-fuse`, queues on workers or in the kernel, and a disk or a
+//! network. It handles no requests.
 //!
 //! ```no_run
 //! use vshunt_daemon::{Daemon, Options};
@@ -19,7 +19,8 @@
 //! # Ok::<(), vshunt_types::error::Error>(())
 //! ```
 //!
-//! [`Daemon`] is all that control may call. Modules use those that are below them in this table.
+//! Control sockets and the command line call only [`Daemon`]. Each module uses only modules below
+//! it in this table.
 //!
 //! | module | what it holds |
 //! | --- | --- |

@@ -1,4 +1,4 @@
-//! One network: a tap or a switch, opened as its description asks.
+//! One network: a tap or a switch.
 
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -8,17 +8,17 @@ use vshunt_tap::{self as tap, Options, Tap};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{NetInfo, NetKind, NetSpec};
 
-/// Where names of users and groups are.
+/// The file with the names of users.
 const USERS: &str = "/etc/passwd";
 const GROUPS: &str = "/etc/group";
 
-/// A network that exports can use.
+/// A network of the daemon.
 pub(super) struct NetEntry {
     pub(super) spec: NetSpec,
     pub(super) net: Net,
 }
 
-/// What a network is.
+/// The device of a network.
 #[derive(Clone)]
 pub(super) enum Net {
     Tap(Arc<Tap>),
@@ -35,7 +35,7 @@ impl Net {
 }
 
 impl NetEntry {
-    /// Opens what `spec`, which was checked, asks for.
+    /// Opens the network that `spec` describes. `spec` was checked.
     pub(super) fn open(spec: NetSpec) -> Result<Self> {
         let net = match spec.kind {
             NetKind::Tap => Net::Tap(Arc::new(open(&spec)?)),
@@ -44,7 +44,7 @@ impl NetEntry {
         Ok(Self { spec, net })
     }
 
-    /// Queue pairs that an export can have at most; none: as many as the kernel lets.
+    /// Returns the queue pairs that an export can have at most. None: the limit of the kernel.
     pub(super) fn queues_max(&self) -> Option<u16> {
         let given = || match &self.net {
             Net::Tap(tap) if self.spec.fd.is_some() => Some(tap.queues_max()),
@@ -84,7 +84,7 @@ impl NetEntry {
     }
 }
 
-/// Opens or adopts what `spec`, which was checked, asks for.
+/// Opens the tap that `spec` describes, or takes a passed descriptor. `spec` was checked.
 fn open(spec: &NetSpec) -> Result<Tap> {
     let options = Options {
         netns: spec.netns.clone(),
@@ -104,18 +104,19 @@ fn open(spec: &NetSpec) -> Result<Tap> {
     }
 }
 
-/// A descriptor that was passed to this process.
+/// Takes a descriptor that was passed to this process.
 fn take(fd: i32) -> Result<OwnedFd> {
-    // SAFETY: borrowed for this check only; fcntl of a number that is not open fails with EBADF.
+    // SAFETY: the descriptor is borrowed only for this check. If the number is not open, fcntl
+    // fails with EBADF.
     let open = rustix::io::fcntl_getfd(unsafe { BorrowedFd::borrow_raw(fd) });
     open.map_err(|e| Error::io(format!("descriptor {fd} is not open; pass one of a tap"), e.into()))?;
-    // SAFETY: it is open, and the user passed it to this process to be this network's own: control
-    // lets through numbers that were open before we opened anything, each once, and none over its
-    // socket.
+    // SAFETY: the descriptor is open, and the user passed it to this process for this network only.
+    // The command line accepts only numbers that were open before the process opened anything, each
+    // once, and never that of its own socket.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// The number of a user or group, which may be one already.
+/// Returns the number of a user or a group. The name may be a number.
 fn id(what: &str, path: &str, name: &str) -> Result<u32> {
     if let Ok(number) = name.parse() {
         return Ok(number);

@@ -1,4 +1,4 @@
-//! The daemon's registry: disks, exports, networks and jobs, each by its name.
+//! The registry of the daemon: disks, exports, networks and jobs, each with its name.
 
 mod jobs;
 mod nets;
@@ -14,26 +14,26 @@ use crate::export::Export;
 use crate::job::Job;
 use crate::net::NetEntry;
 
-/// Disks at once, overlays that wait for their snapshot included. Each costs descriptors and memory
-/// for its map; it keeps one control client from using up what others need.
+/// Disks at most, including overlays that wait for their snapshot. Each uses descriptors and memory
+/// for its map. The limit keeps one client from using up all resources.
 pub(super) const DISKS_MAX: usize = 1024;
-/// Networks at once, for the same reason.
+/// Networks at most, for the same reason.
 pub(super) const NETS_MAX: usize = 1024;
-/// Exports at once, for the same reason: each costs a thread.
+/// Exports at most, for the same reason: each uses a thread.
 pub(super) const EXPORTS_MAX: usize = 1024;
 
 #[derive(Default)]
 pub(super) struct Registry {
     pub(super) disks: BTreeMap<String, Arc<DiskEntry>>,
-    /// Overlays that wait for their snapshot. Their names are no disk's.
+    /// Overlays that wait for their snapshot. No disk has their name.
     pub(super) overlays: BTreeMap<String, WaitingOverlay>,
-    /// Those under way, and those that are over and not dismissed.
+    /// Running jobs, and concluded jobs that were not dismissed.
     pub(super) jobs: BTreeMap<String, Arc<Job>>,
-    /// Jobs that ended so far.
+    /// Number of jobs that have ended.
     pub(super) jobs_ended: u64,
     pub(super) nets: BTreeMap<String, Arc<NetEntry>>,
     pub(super) exports: BTreeMap<String, ExportEntry>,
-    /// Exports that are out of the map, and listeners not told yet.
+    /// Exports that were removed from the map, and whose listeners were not called yet.
     pub(super) untold: usize,
     pub(super) shut: bool,
 }
@@ -41,40 +41,41 @@ pub(super) struct Registry {
 /// An overlay that waits for its snapshot.
 pub(super) struct WaitingOverlay {
     pub(super) spec: DiskSpec,
-    /// Of its disk.
+    /// Size of its disk, bytes.
     pub(super) size_bytes: u64,
-    /// Device number and inode of its file.
+    /// Device number and inode number of its file.
     pub(super) id: Option<(u64, u64)>,
 }
 
 pub(super) struct ExportEntry {
-    /// Empty where it is a network's.
+    /// The disk; empty for an export of networks.
     disk: String,
-    /// Of a network: its name, and of an uplink its tap's, too.
+    /// The network; for an uplink also the tap.
     pub(super) nets: Vec<String>,
     readonly: bool,
     pub(super) phase: Phase,
 }
 
 impl ExportEntry {
-    /// One of networks, that is about to be made.
+    /// Makes an entry for an export of networks that is being made.
     pub(super) fn of_nets(nets: Vec<String>) -> Self {
         Self { disk: String::new(), nets, readonly: false, phase: Phase::Making }
     }
 }
 
-/// An export's life. Its name and its disk are in use from the first phase to the end of the last.
+/// The phase of an export. Its name and its disk are in use from the first phase to the end of the
+/// last.
 #[derive(Clone)]
 pub(super) enum Phase {
-    /// Reserved, while it is made without the lock. Not shown.
+    /// The name is reserved, and the export is being made without the lock. It is not shown.
     Making,
     Serving(Arc<Export>),
-    /// Disconnects and drains. Shown; nobody else may remove it.
+    /// It is being disconnected and drained. It is shown, and cannot be removed again.
     Removing(Arc<Export>),
 }
 
 impl Phase {
-    /// The export, once it is made.
+    /// Returns the export, if it is made already.
     pub(super) fn export(&self) -> Option<&Arc<Export>> {
         match self {
             Self::Making => None,
@@ -101,7 +102,7 @@ impl Registry {
         }
     }
 
-    /// Whether a disk, or an overlay that waits, may get that name.
+    /// Checks that a new disk or overlay may have that name.
     pub(super) fn check_unnamed(&self, name: &str) -> Result<()> {
         match (self.disks.contains_key(name), self.overlays.contains_key(name)) {
             (true, _) => Err(Error::exists(format!("there is a disk {name} already"))),
@@ -115,7 +116,7 @@ impl Registry {
         }
     }
 
-    /// Whether a disk whose turn was waited for is still there.
+    /// Checks that a disk still exists, after waiting for its `op_lock`.
     fn still(&self, entry: &Arc<DiskEntry>) -> Result<()> {
         let name = &entry.name;
         match self.disks.get(name) {
@@ -124,14 +125,17 @@ impl Registry {
         }
     }
 
-    /// The exports of a disk whose turn was waited for and which is still there.
+    /// Returns the exports of a disk, after waiting for its `op_lock`.
+    ///
+    /// # Errors
+    /// The disk does not exist any more.
     pub(super) fn exports_of(&self, disk: &Arc<DiskEntry>) -> Result<Vec<Arc<Export>>> {
         self.still(disk)?;
         let of = self.exports.values().filter(|e| e.disk == disk.name);
         Ok(of.filter_map(|e| e.phase.export().cloned()).collect())
     }
 
-    /// The disk of an export, and the other exports of that disk.
+    /// Returns the disk of an export, and the other exports of that disk.
     pub(super) fn disk_and_others(&self, export: &str) -> Option<(String, Vec<Arc<Export>>)> {
         let disk = &self.exports.get(export)?.disk;
         let others = self.exports.iter().filter(|(name, e)| e.disk == *disk && *name != export);
@@ -142,12 +146,12 @@ impl Registry {
         self.exports.get(export).map(|e| e.phase.clone()).ok_or_else(|| no_export(export))
     }
 
-    /// The export that writes to a disk.
+    /// Returns the export that writes to a disk.
     pub(super) fn writer(&self, disk: &str) -> Option<&str> {
         self.exports.iter().find(|(_, e)| e.disk == disk && !e.readonly).map(|(name, _)| name.as_str())
     }
 
-    /// Enters an export that is to be made, if it may be.
+    /// Reserves the name of a new export, if it may be made.
     pub(super) fn reserve(&mut self, spec: &ExportSpec, disk: &Arc<DiskEntry>) -> Result<()> {
         self.check_up()?;
         self.still(disk)?;
@@ -172,7 +176,7 @@ impl Registry {
         Ok(())
     }
 
-    /// Whether an export's name is free.
+    /// Checks that the name of an export is free.
     pub(super) fn check_vacant(&self, spec: &ExportSpec) -> Result<()> {
         match self.exports.contains_key(&spec.name) {
             true => Err(Error::exists(format!("there is an export {} already", spec.name))),

@@ -1,4 +1,4 @@
-//! What watches a disk's writes: its dirty bitmaps, and the job that has it.
+//! The observers of the writes of a disk: its dirty bitmaps, and its job.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -7,25 +7,25 @@ use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::BitmapInfo;
 use vshunt_types::sync::Locked;
 
-/// What watches the writes of one disk. The lock is taken for look-ups and changes alone, after the
-/// disk's turn.
+/// The observers of the writes of one disk. The lock is held for look-ups and changes only, and
+/// taken after `op_lock` of the disk.
 pub(super) struct Watched(Mutex<State>);
 
 #[derive(Default)]
 pub(super) struct State {
     pub(super) bitmaps: Vec<Arc<Bitmap>>,
-    /// The job that reads it or writes to it.
+    /// The job that reads the disk or writes to it.
     pub(super) job: Option<String>,
-    /// The latter: nobody else may use it.
+    /// Whether that job writes to the disk: then nothing else may use it.
     pub(super) is_target: bool,
-    /// What is written while it is committed.
+    /// Blocks that were written during a commit.
     pub(super) committing: Option<Arc<Bits>>,
-    /// What that job wants read before it is replaced.
+    /// Blocks that the job copies before they are overwritten.
     pub(super) before: Option<Arc<CopyBeforeWrite>>,
 }
 
 impl Watched {
-    /// Of a disk that was opened: with the bitmaps that its image has.
+    /// Makes the observers of a disk that was opened, with the bitmaps of its image.
     pub(super) fn of(disk: &Disk) -> Result<Self> {
         let state = State { bitmaps: disk.load_bitmaps()?, ..State::default() };
         Ok(Self(Mutex::new(state)))
@@ -35,12 +35,12 @@ impl Watched {
         self.0.locked()
     }
 
-    /// The job that uses it.
+    /// Returns the job that uses the disk.
     pub(super) fn job(&self) -> Option<String> {
         self.state().job.clone()
     }
 
-    /// Whether no job uses the disk of that name.
+    /// Checks that no job uses the disk of that name.
     pub(super) fn check_free(&self, disk: &str) -> Result<()> {
         match self.job() {
             None => Ok(()),
@@ -48,7 +48,7 @@ impl Watched {
         }
     }
 
-    /// Has a job write to the disk, and nobody else use it.
+    /// Reserves the disk as the target of a job. Nothing else may use it.
     pub(super) fn claim_target(&self, disk: &str, job: &str) -> Result<()> {
         let mut state = self.state();
         if let Some(other) = &state.job {
@@ -58,7 +58,7 @@ impl Watched {
         Ok(())
     }
 
-    /// Whether it may have an export: no job writes to it.
+    /// Checks that the disk may have an export: no job writes to it.
     pub(super) fn check_exportable(&self, disk: &str) -> Result<()> {
         let state = self.state();
         match &state.job {
@@ -67,8 +67,8 @@ impl Watched {
         }
     }
 
-    /// The job is over.
-    pub(super) fn let_go(&self) {
+    /// Releases the disk at the end of a job.
+    pub(super) fn release(&self) {
         let mut state = self.state();
         (state.job, state.is_target, state.before, state.committing) = (None, false, None, None);
     }
@@ -90,7 +90,7 @@ impl Watched {
         bitmaps.iter().map(info).collect()
     }
 
-    /// A bitmap by name.
+    /// Returns a bitmap by its name.
     pub(super) fn bitmap(&self, disk: &str, name: &str) -> Result<Arc<Bitmap>> {
         self.state().bitmaps.iter().find(|b| b.name == name).cloned().ok_or_else(|| {
             Error::not_found(format!(
@@ -99,7 +99,7 @@ impl Watched {
         })
     }
 
-    /// The same, if no job uses it.
+    /// Returns a bitmap by its name, if no job uses it.
     pub(super) fn free_bitmap(&self, disk: &str, name: &str) -> Result<Arc<Bitmap>> {
         let bitmap = self.bitmap(disk, name)?;
         let job = bitmap.state().job.clone();

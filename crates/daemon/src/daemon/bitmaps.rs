@@ -1,7 +1,6 @@
-//! Dirty bitmaps: added, changed and removed.
+//! Commands for dirty bitmaps.
 //!
-//! Called by control threads and jobs' threads. What must never happen: a write that a bitmap
-//! missed.
+//! Called by control threads and threads of jobs. What must never happen: a bitmap misses a write.
 
 use std::sync::Arc;
 
@@ -14,14 +13,17 @@ use crate::disk_entry::DiskEntry;
 use crate::drained::with_disk_drained;
 use crate::export::Export;
 
-/// What a bit stands for where nobody says.
+/// Bytes that a bit stands for by default.
 const GRANULARITY: u64 = 64 << 10;
-/// Dirty bitmaps of a disk: each costs its writes something.
+/// Dirty bitmaps of a disk at most. Each adds to the cost of a write.
 const BITMAPS_MAX: usize = 64;
-/// Bytes of a bitmap's name, as the format of qcow2 has it.
+/// Bytes of the name of a bitmap at most, a limit of the qcow2 format.
 const NAME_MAX: usize = 1023;
 
-/// The export that writes to a disk, if there is one, and whether its writes can be watched.
+/// Returns the export that writes to a disk, if there is one.
+///
+/// # Errors
+/// Its writes cannot be observed.
 pub(super) fn writer(exports: &[Arc<Export>], entry: &DiskEntry) -> Result<Option<Arc<Export>>> {
     let disk = &entry.name;
     let writer = exports.iter().find(|e| !e.readonly).cloned();
@@ -44,7 +46,7 @@ pub(super) fn writer(exports: &[Arc<Export>], entry: &DiskEntry) -> Result<Optio
     Ok(writer)
 }
 
-/// Does something with nothing in flight that writes.
+/// Calls `f` while no write is in flight.
 pub(super) fn at_rest<R>(writer: Option<&Arc<Export>>, f: impl FnOnce() -> R) -> Result<R> {
     match writer {
         Some(export) => export.with_all_drained(f),
@@ -53,12 +55,15 @@ pub(super) fn at_rest<R>(writer: Option<&Arc<Export>>, f: impl FnOnce() -> R) ->
 }
 
 impl Daemon {
-    /// Begins a dirty bitmap.
+    /// Adds a dirty bitmap.
+    ///
+    /// # Errors
+    /// The disk cannot have it, or the name is in use.
     pub fn bitmap_add(&self, spec: &BitmapSpec) -> Result<()> {
         let granularity = spec.granularity.unwrap_or(GRANULARITY);
         {
             let entry = self.state().disk(&spec.disk)?;
-            let _turn = entry.turn();
+            let _op = entry.op_lock();
             self.place_bitmap(&entry, &spec.name, granularity, spec.persistent)?;
         }
         self.change_bitmaps(&spec.disk, |entry| {
@@ -71,16 +76,15 @@ impl Daemon {
         })
     }
 
-    /// Gives a bitmap that is about to be begun its place in the disk's image, marked as in use, so
-    /// that it is there after our death: inconsistent, as every bitmap whose writer did not write
-    /// it back. The disk's turn is held. The image is closed and opened again for it, which guests
-    /// wait for.
+    /// Adds a new bitmap to the image of its disk, marked as in use. So it exists after the death
+    /// of the daemon, as inconsistent, like every bitmap that was not written back. The caller
+    /// holds `op_lock` of the disk. The image is closed and opened again; guests wait meanwhile.
     ///
-    /// Nothing is done where it is not to be kept, and where it is going to be refused. A disk that
-    /// a job has stays open: the bitmap gets its place when the image is closed.
+    /// Nothing is done for a bitmap that is not persistent, or that will be refused. The disk of a
+    /// job stays open, and the bitmap is added when its image is closed.
     ///
     /// # Errors
-    /// The image has no room for it; those of draining the disk. The disk goes on as it was.
+    /// The image has no room for it, or the disk cannot be drained. The disk is unchanged.
     pub(super) fn place_bitmap(
         &self,
         entry: &Arc<DiskEntry>,
@@ -116,12 +120,15 @@ impl Daemon {
                 ))),
             }
         });
-        // The one that is begun then has its name.
+        // The new bitmap gets its name.
         entry.watched.state().bitmaps.retain(|b| !Arc::ptr_eq(b, &bitmap));
         placed
     }
 
-    /// Ends one.
+    /// Removes a bitmap.
+    ///
+    /// # Errors
+    /// There is no such disk or bitmap, or a job uses it.
     pub fn bitmap_remove(&self, disk: &str, name: &str) -> Result<()> {
         self.change_bitmaps(disk, |entry| {
             entry.watched.free_bitmap(disk, name)?;
@@ -130,7 +137,10 @@ impl Daemon {
         })
     }
 
-    /// Has all blocks of one count as clean.
+    /// Clears a bitmap.
+    ///
+    /// # Errors
+    /// There is no such disk or bitmap, or a job uses it.
     pub fn bitmap_clear(&self, disk: &str, name: &str) -> Result<()> {
         self.change_bitmaps(disk, |entry| {
             let bitmap = entry.watched.free_bitmap(disk, name)?;
@@ -141,7 +151,10 @@ impl Daemon {
         })
     }
 
-    /// Has writes recorded, or not.
+    /// Switches recording on or off.
+    ///
+    /// # Errors
+    /// There is no such disk or bitmap, or a job uses it.
     pub fn bitmap_record(&self, disk: &str, name: &str, recording: bool) -> Result<()> {
         self.change_bitmaps(disk, |entry| {
             let bitmap = entry.watched.free_bitmap(disk, name)?;
@@ -152,11 +165,15 @@ impl Daemon {
         })
     }
 
-    /// Adds what is dirty in others to one.
+    /// Adds the dirty blocks of other bitmaps to one.
+    ///
+    /// # Errors
+    /// There is no such disk or bitmap, or a job uses one.
     pub fn bitmap_merge(&self, disk: &str, into: &str, from: &[String]) -> Result<()> {
         self.change_bitmaps(disk, |entry| {
             let target = entry.watched.free_bitmap(disk, into)?;
-            // One in use has part of what is dirty: the rest comes back if the job fails.
+            // A bitmap in use has only some of the dirty blocks. The others come back if its job
+            // fails.
             let sources: Vec<_> =
                 from.iter().map(|n| entry.watched.free_bitmap(disk, n)).collect::<Result<_>>()?;
             for source in sources.iter().filter(|s| !Arc::ptr_eq(s, &target)) {
@@ -167,15 +184,15 @@ impl Daemon {
         })
     }
 
-    /// With nothing in flight, so that no write is between two of them.
+    /// Calls `f` while no write is in flight, so that all changes apply at the same time.
     fn change_bitmaps(&self, disk: &str, f: impl FnOnce(&Arc<DiskEntry>) -> Result<()>) -> Result<()> {
         let entry = self.state().disk(disk)?;
-        let _turn = entry.turn();
+        let _op = entry.op_lock();
         let exports = self.state().exports_of(&entry)?;
         if entry.disk.readonly() {
             return Err(Error::invalid(format!("disk {disk} is read-only: its bitmaps cannot be changed")));
         }
-        // A job that writes to it is no export, and is not drained.
+        // A job that writes to the disk is not drained, since it is no export.
         entry.watched.check_exportable(disk)?;
         let writer = writer(&exports, &entry)?;
         at_rest(writer.as_ref(), || {
@@ -186,7 +203,7 @@ impl Daemon {
     }
 }
 
-/// Whether a bitmap of that name may be begun.
+/// Checks that a bitmap of that name can be added.
 pub(super) fn check_new(entry: &DiskEntry, name: &str) -> Result<()> {
     let disk = &entry.name;
     if name.is_empty() || name.len() > NAME_MAX {
@@ -202,7 +219,10 @@ pub(super) fn check_new(entry: &DiskEntry, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Whether a bitmap is kept in the image.
+/// Returns whether a bitmap is stored in the image.
+///
+/// # Errors
+/// The image cannot store it.
 pub(super) fn persistent(entry: &DiskEntry, asked: Option<bool>) -> Result<bool> {
     let can = entry.disk.supports_bitmaps();
     match asked {

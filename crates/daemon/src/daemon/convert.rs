@@ -1,4 +1,4 @@
-//! A disk that nobody uses is copied to another, by the queues that copy those in use.
+//! Copies a disk that is not in use to another disk, with the copying queues of jobs.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::*;
@@ -10,15 +10,15 @@ use vshunt_engine::{DEFAULT_POLL_US, QueueSet, Settings, Workers, allowed_cpus};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{DiskSpec, Format};
 
-/// What is copied as one: a cluster, where that is compressed.
+/// log2 of the bytes that are copied at a time: a cluster, which may be compressed.
 const BLOCK_SHIFT: u32 = 16;
-/// Queues at most: beyond it the file is the limit.
+/// Queues at most. With more, the file is the limit.
 const QUEUES_MAX: usize = 8;
-/// How often progress is told.
+/// How often progress is reported.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// A disk that is to be copied, open. With its locks nobody makes a new image of it, or of what it
-/// stands on, meanwhile.
+/// An open disk that will be copied. Its locks keep other processes from replacing the image or its
+/// backing files.
 pub struct ToConvert {
     disk: Arc<Disk>,
     name: String,
@@ -30,22 +30,22 @@ fn name(spec: &DiskSpec) -> String {
 
 impl ToConvert {
     /// # Errors
-    /// Those of opening a disk.
+    /// The disk cannot be opened.
     pub fn open(from: &DiskSpec) -> Result<Self> {
         Ok(Self { disk: Disk::open(from)?, name: name(from) })
     }
 
-    /// How it reads, of it and the images below each that was not closed.
+    /// Returns the images, of the disk and its backing files, that were not closed cleanly.
     pub fn readings(&self) -> Vec<UncleanImage> {
         self.disk.unclean_images()
     }
 
-    /// Copies it to `to`, which is as large, and makes that stable. `fresh`: `to` reads as zeroes.
-    /// `progress` is told bytes done, of how many.
+    /// Copies the disk to `to`, which has the same size, and makes the copy stable. `fresh`: `to`
+    /// reads as zeroes. `progress` gets the bytes done, and the total.
     ///
     /// # Errors
-    /// Those of opening `to`; `Invalid` where their sizes differ; `Io` with the side and the place
-    /// that failed.
+    /// `to` cannot be opened; `Invalid` if the sizes differ; `Io` with the side and the offset that
+    /// failed.
     pub fn to(
         self,
         to: &DiskSpec,
@@ -88,7 +88,7 @@ impl ToConvert {
     }
 }
 
-/// Runs the queues, each on a worker of its own, until all is copied or one failed.
+/// Runs the queues, each on a worker of its own, until all is copied or one of them fails.
 fn run(copy: &Arc<Copy>, size: u64, progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
     let workers = Workers::new(DEFAULT_POLL_US)?;
     let count = allowed_cpus().len().clamp(1, QUEUES_MAX);

@@ -1,5 +1,5 @@
-//! Jobs: long work on a disk that is in use, each with a copying queue on a worker and a thread
-//! that looks after it.
+//! Jobs: long operations on a disk in use. Each has a copying queue on a worker, and a thread that
+//! controls it.
 
 mod backup;
 mod commit;
@@ -19,17 +19,17 @@ use crate::event::Event;
 use crate::export::queue_info;
 use crate::job::Job;
 
-/// Concluded jobs that are shown, the oldest going first.
+/// Concluded jobs that are kept at most. The oldest is dropped first.
 const CONCLUDED_MAX: usize = 64;
 
 impl Daemon {
-    /// All jobs, by name; those that are over until they are dismissed.
+    /// Returns all jobs, sorted by name, including concluded jobs that were not dismissed.
     pub fn jobs(&self) -> Vec<JobInfo> {
         let jobs: Vec<_> = self.state().jobs.values().cloned().collect();
         jobs.iter().map(|j| j.info()).collect()
     }
 
-    /// Ends a job before its time; its target is no backup then. Returns at once.
+    /// Cancels a job, and returns at once. Its target is not usable as a backup.
     pub fn job_cancel(&self, id: &str) -> Result<()> {
         let job = self.running(id)?;
         {
@@ -39,15 +39,14 @@ impl Daemon {
             }
             state.cancelled = true;
         }
-        if let Some(work) = job.at_work() {
+        if let Some(work) = job.active() {
             work.copy.stop.store(true, Relaxed);
         }
         job.wake();
         Ok(())
     }
 
-    /// Has a job read nothing ahead until it is resumed. What guests overwrite is copied all the
-    /// same.
+    /// Pauses a job: it copies only what guests overwrite, until it is resumed.
     pub fn job_pause(&self, id: &str) -> Result<()> {
         self.set_paused(id, true)
     }
@@ -65,7 +64,7 @@ impl Daemon {
                 return Err(Error::busy(format!("job {id} is about to end; wait for it")));
             }
             state.paused = paused;
-            if let Some(work) = &state.at_work {
+            if let Some(work) = &state.active {
                 work.copy.paused.store(paused, Relaxed);
             }
             if matches!(state.status, JobStatus::Running | JobStatus::Paused) {
@@ -77,7 +76,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// Bytes a second at most; 0: no limit; none: guests keep most of their speed.
+    /// Sets the speed limit of a job, bytes per second. 0: no limit. None: guests keep most of
+    /// their speed.
     pub fn job_set_speed(&self, id: &str, speed: Option<u64>) -> Result<()> {
         let job = self.running(id)?;
         job.state().speed = speed;
@@ -85,13 +85,16 @@ impl Daemon {
         Ok(())
     }
 
-    /// A job that was entered came to nothing before it began.
+    /// Removes a job that failed before it started.
     pub(super) fn withdraw(&self, id: &str) {
         self.state().jobs.remove(id);
         self.changed.notify_all();
     }
 
-    /// Forgets a job that is over.
+    /// Forgets a concluded job.
+    ///
+    /// # Errors
+    /// There is no such job, or it is running.
     pub fn job_dismiss(&self, id: &str) -> Result<()> {
         let mut state = self.state();
         if !state.job(id)?.is_concluded() {
@@ -114,14 +117,14 @@ impl Daemon {
         self.tell(&Event::JobStatus { id: job.id.clone(), status });
     }
 
-    /// A job is over: whoever waits is told.
+    /// Concludes a job, and tells listeners and threads that wait.
     pub(super) fn conclude(&self, job: &Arc<Job>, result: Result<()>) {
         {
             let mut registry = self.state();
             let ended = registry.jobs_ended;
             registry.jobs_ended += 1;
             let mut state = job.state();
-            if let Some(work) = state.at_work.take() {
+            if let Some(work) = state.active.take() {
                 state.done = work.copy.done.load(Relaxed);
             }
             state.ended = ended;
@@ -146,7 +149,7 @@ impl Daemon {
         self.tell(&Event::JobEnded(info));
     }
 
-    /// Cancels all jobs and waits until they are over. None is begun any more.
+    /// Cancels all jobs, and waits for their end. No job is started any more.
     pub(super) fn end_jobs(&self) {
         for info in self.jobs() {
             let _ = self.job_cancel(&info.id);
@@ -157,17 +160,17 @@ impl Daemon {
         }
     }
 
-    /// Moves a job's queue.
+    /// Returns the queue of a job, so that it can be attached to a worker.
     pub(super) fn job_queue(&self, id: &str) -> Option<Arc<QueueSet>> {
         let job = self.state().jobs.get(id).cloned()?;
-        job.at_work().map(|w| w.queue)
+        job.active().map(|w| w.queue)
     }
 
-    /// The queues of all jobs.
+    /// Returns the queues of all jobs.
     pub(super) fn job_queues(&self) -> Vec<QueueInfo> {
         let jobs: Vec<_> = self.state().jobs.values().cloned().collect();
         let info = |job: &Arc<Job>| {
-            job.at_work().map(|w| queue_info(&job.id, 0, w.queue.placement(0), w.queue.stats(0), false))
+            job.active().map(|w| queue_info(&job.id, 0, w.queue.placement(0), w.queue.stats(0), false))
         };
         jobs.iter().filter_map(info).collect()
     }

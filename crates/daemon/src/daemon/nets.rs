@@ -1,4 +1,4 @@
-//! Networks: added, listed and removed. Exports use one each; a switch may have several exports.
+//! Commands for networks. A tap may have one export, and a switch several.
 
 use std::sync::Arc;
 
@@ -12,10 +12,13 @@ use crate::registry::no_net;
 
 impl Daemon {
     /// Opens a network.
+    ///
+    /// # Errors
+    /// The name is in use, the description is wrong, or the device cannot be opened.
     pub fn net_add(&self, spec: NetSpec) -> Result<()> {
         spec.check()?;
         self.state().check_vacant_net(&spec)?;
-        // Without the lock: these are calls of the system.
+        // Without the lock, because these are system calls.
         let entry = NetEntry::open(spec)?;
         let mut state = self.state();
         state.check_vacant_net(&entry.spec)?;
@@ -24,6 +27,9 @@ impl Daemon {
     }
 
     /// Closes a network that no export uses.
+    ///
+    /// # Errors
+    /// There is no such network, or it is in use.
     pub fn net_remove(&self, name: &str) -> Result<()> {
         let removed = {
             let mut state = self.state();
@@ -38,7 +44,10 @@ impl Daemon {
         Ok(())
     }
 
-    /// Changes which queue a frame comes to, of a network that may be in use.
+    /// Changes how frames are distributed over queues, for a network that may be in use.
+    ///
+    /// # Errors
+    /// There is no such network, or it does not support that.
     pub fn net_set(&self, name: &str, steering: Steering) -> Result<()> {
         let entry = self.state().nets.get(name).cloned().ok_or_else(|| no_net(name))?;
         match &entry.net {
@@ -49,10 +58,10 @@ impl Daemon {
         }
     }
 
-    /// The addresses that a switch knows the ports of, some 8,192 at most.
+    /// Returns the MAC addresses in the table of a switch, about 8,192 at most.
     ///
     /// # Errors
-    /// `NotFound`; `Unsupported` for a tap, behind which the kernel keeps no such list.
+    /// `NotFound`; `Unsupported` for a tap, for which the kernel keeps no such table.
     pub fn net_addresses(&self, name: &str) -> Result<Vec<NetAddress>> {
         let entry = self.state().nets.get(name).cloned().ok_or_else(|| no_net(name))?;
         match &entry.net {
@@ -64,7 +73,7 @@ impl Daemon {
         }
     }
 
-    /// All networks, by name.
+    /// Returns all networks, sorted by name.
     pub fn nets(&self) -> Vec<NetInfo> {
         let nets: Vec<_> = {
             let state = self.state();

@@ -1,8 +1,8 @@
-//! A disk gets another size: by control, by the user of a growable mount, or by the kernel under
+//! Resizes a disk: by a command, by the user of a growable mount, or by the kernel under
 //! passthrough.
 //!
 //! Called by control threads, and by the blocking thread of a mount. What must never happen: a
-//! write in flight beyond a new, nearer end that makes the image longer again.
+//! write in flight beyond a new, smaller end makes the image longer again.
 
 use std::sync::Arc;
 
@@ -18,11 +18,14 @@ use crate::event::Event;
 use crate::export::Export;
 
 impl Daemon {
-    /// Gives a disk another size, or takes note of a block device's new one; guests are told.
+    /// Resizes a disk, or records the new size of a block device. Guests are told.
+    ///
+    /// # Errors
+    /// There is no such disk, or it cannot have that size.
     pub fn disk_resize(&self, name: &str, size_bytes: u64) -> Result<()> {
         let entry = self.state().disk(name)?;
-        let _turn = entry.turn();
-        // None is being made: that takes the disk's turn.
+        let _op = entry.op_lock();
+        // No export is being made meanwhile: that needs `op_lock`.
         let exports = self.state().exports_of(&entry)?;
         entry.watched.check_free(name)?;
         let disk = &entry.disk;
@@ -37,7 +40,7 @@ impl Daemon {
         } else if entry.watched.state().bitmaps.is_empty() {
             resize(disk, &exports, size_bytes)?;
         } else {
-            // Bitmaps are of the disk's size.
+            // Bitmaps have the size of the disk.
             let writer = writer(&exports, &entry)?;
             at_rest(writer.as_ref(), || entry.resize_watched(size_bytes, || disk.resize(size_bytes)))??;
         }
@@ -45,7 +48,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Of a disk whose image has to be closed for it.
+    /// Resizes a disk whose image must be closed for it.
     fn resize_closed(&self, entry: &Arc<DiskEntry>, exports: &[Arc<Export>], size_bytes: u64) -> Result<()> {
         self.changeable(entry)?;
         let (disk, now) = (&entry.disk, entry.spec());
@@ -53,13 +56,13 @@ impl Daemon {
         with_disk_drained(entry, exports, || {
             entry.resize_watched(size_bytes, || disk.resize_closed(&now, size_bytes))
         })?;
-        // What was asked for when it was added is not so any more.
+        // The size that was given when the disk was added is not valid any more.
         entry.set_spec(DiskSpec { size: None, ..now });
         Ok(())
     }
 
-    /// Gets a qcow2 disk ready for an export whose users may change its size, and which is about to
-    /// be made; with the disk's turn held.
+    /// Prepares a qcow2 disk for a new export whose users may change its size. The caller holds
+    /// `op_lock` of the disk.
     ///
     /// # Errors
     /// The image cannot grow, or cannot be closed for it.
@@ -78,7 +81,7 @@ impl Daemon {
         self.tell(&Event::DiskResized { name: name.to_owned(), size_bytes });
     }
 
-    /// The user of a growable export gave its disk another size.
+    /// Records that the user of a growable export resized its disk.
     pub(super) fn resized_by(&self, export: &str, size_bytes: u64) {
         let Some((name, others)) = self.state().disk_and_others(export) else { return };
         for export in others {
@@ -87,7 +90,7 @@ impl Daemon {
         self.tell(&Event::DiskResized { name, size_bytes });
     }
 
-    /// Takes note of the sizes that the kernel may have changed without asking us.
+    /// Records sizes that the kernel may have changed without telling the daemon.
     pub(super) fn learn_sizes(&self) {
         for export in self.shown().iter().filter(|e| e.grows_by_itself()) {
             if let Ok(entry) = self.state().disk(&export.spec.disk) {
@@ -97,11 +100,11 @@ impl Daemon {
     }
 }
 
-/// Without bitmaps.
+/// Resizes a disk without its bitmaps.
 fn resize(disk: &Disk, exports: &[Arc<Export>], size_bytes: u64) -> Result<()> {
     match exports.iter().find(|e| !e.readonly).filter(|_| size_bytes < disk.size_bytes()) {
         Some(writer) => shrink(disk, writer, size_bytes),
-        // Its users may be changing the size, too.
+        // Its users may change the size at the same time.
         None => match exports.iter().find(|e| e.spec.growable == Some(true)) {
             Some(export) => export.with_all_drained(|| disk.resize(size_bytes))?,
             None => disk.resize(size_bytes),
@@ -109,17 +112,16 @@ fn resize(disk: &Disk, exports: &[Arc<Export>], size_bytes: u64) -> Result<()> {
     }
 }
 
-/// With nothing in flight beyond the new end. Freeing a file's blocks may take the file system
-/// seconds: where it can, the disk is narrowed while its queues are drained, and cut when they go
-/// on.
+/// Shrinks a disk while no request is in flight beyond its new end. A file system may need seconds
+/// to free the blocks of a file. If possible, the disk gets its new size while its queues are
+/// drained, and the file is truncated after they have continued.
 ///
 /// # Errors
-/// The queues cannot be drained, and nothing was changed; or the disk cannot be cut, and has its
-/// old size.
+/// The queues cannot be drained; or the file cannot be truncated, and the disk has its old size.
 fn shrink(disk: &Disk, writer: &Arc<Export>, size_bytes: u64) -> Result<()> {
     let old = disk.size_bytes();
-    // The kernel's requests do not ask us how large the disk is, and users who may make it longer
-    // do so between the drain and the cut.
+    // Requests in the kernel do not check the size of the disk here, and users who may extend it do
+    // so between the drain and the truncation.
     let at_once = writer.is_kernel() || writer.spec.growable == Some(true);
     let narrowed = writer.with_all_drained(|| match !at_once && disk.announce_shrink(size_bytes)? {
         true => Ok(true),

@@ -1,8 +1,8 @@
-//! Snapshots of disks in use: the disk is drained, its image changed or replaced, and its exports
-//! go on.
+//! Snapshots of disks in use: the disk is drained, its image is changed or replaced, and its
+//! exports continue.
 //!
-//! Called by control threads. Lock order: the disk's turn, then what a drain takes. What must never
-//! happen: a guest's request that fails because of a snapshot, or one that goes to the image below
+//! Called by control threads. Lock order: `op_lock` of the disk, then the locks of a drain. What
+//! must never happen: a request of a guest fails because of a snapshot, or goes to the image below
 //! an overlay.
 
 use std::path::Path;
@@ -20,25 +20,25 @@ use crate::drained::with_disk_drained;
 use crate::export::Export;
 use crate::registry::WaitingOverlay;
 
-/// Where the overlay of a snapshot comes from.
+/// Whether the overlay of a snapshot is made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OverlayMode {
-    /// It is made; it names the image below by its absolute path.
+    /// The overlay is made. It names its backing file by its absolute path.
     #[default]
     New,
-    /// It is there.
+    /// The overlay exists.
     Existing,
 }
 
 impl Daemon {
-    /// External snapshot: the disk goes on in `overlay`, and the image that it had stays as it is,
-    /// below.
+    /// Takes an external snapshot: the disk continues in `overlay`, and its image becomes the
+    /// backing file, which does not change any more.
     ///
     /// # Errors
-    /// The disk goes on as it was, and nothing is left behind.
+    /// The disk is unchanged, and no file is left behind.
     pub fn disk_snapshot(&self, name: &str, overlay: &Path, mode: OverlayMode) -> Result<()> {
         let entry = self.state().disk(name)?;
-        let _turn = entry.turn();
+        let _op = entry.op_lock();
         let exports = self.changeable(&entry)?;
         if let Some(export) = exports.iter().find(|e| e.spec.growable == Some(true)) {
             return Err(Error::unsupported(format!(
@@ -52,8 +52,8 @@ impl Daemon {
             OverlayMode::New => Overlay::make(overlay, &now, size_bytes)?,
             OverlayMode::Existing => Overlay::existing(overlay, &now, size_bytes)?,
         };
-        // Most of what has to be written is so before guests wait. If it fails, so does the flush
-        // that counts.
+        // Most data is written before guests must wait. If this flush fails, the flush below fails,
+        // too.
         let _ = disk.sync();
         match with_disk_drained(&entry, &exports, || disk.switch_to_overlay(&now, &overlay)) {
             Ok(next) => {
@@ -67,12 +67,11 @@ impl Daemon {
         }
     }
 
-    /// Makes an overlay known that is there, to go on in when
-    /// [`snapshot_onto`](Self::snapshot_onto) is called; one that stands on no image is a disk by
-    /// itself, and is added as one. It is not opened until then.
+    /// Adds an existing overlay that waits for [`snapshot_onto`](Self::snapshot_onto). An image
+    /// without a backing file is added as a disk. An overlay is not opened until then.
     ///
     /// # Errors
-    /// The name is taken; it is no qcow2 image that can be read.
+    /// The name is in use, or the file is not a readable qcow2 image.
     pub fn overlay_add(&self, spec: DiskSpec) -> Result<()> {
         spec.check()?;
         self.state().check_unnamed(&spec.name)?;
@@ -84,7 +83,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Overlays that wait, by name.
+    /// Returns the overlays that wait, sorted by name.
     pub fn overlays(&self) -> Vec<DiskInfo> {
         let info = |waiting: &WaitingOverlay| DiskInfo {
             spec: waiting.spec.clone(),
@@ -98,12 +97,12 @@ impl Daemon {
         self.state().overlays.values().map(info).collect()
     }
 
-    /// External snapshot of disk `name`, which goes on in an overlay that waits. The disk keeps its
-    /// name and its settings; the overlay's name is free again.
+    /// Takes an external snapshot of disk `name`, which continues in an overlay that waits. The
+    /// disk keeps its name and its settings. The name of the overlay becomes free.
     ///
     /// # Errors
-    /// No such overlay, or one whose settings are others; those of
-    /// [`disk_snapshot`](Self::disk_snapshot). The overlay goes on waiting.
+    /// There is no such overlay, or its settings differ; or an error of
+    /// [`disk_snapshot`](Self::disk_snapshot). The overlay still waits.
     pub fn snapshot_onto(&self, name: &str, overlay: &str) -> Result<()> {
         let (now, over) = {
             let state = self.state();
@@ -141,7 +140,7 @@ impl Daemon {
         let Some(file) = &over.file else { unreachable!("a qcow2 image has one") };
         self.disk_snapshot(name, file, OverlayMode::Existing)?;
         let mut state = self.state();
-        // Unless the name is another's by now.
+        // Another overlay may have the name by now.
         if state.overlays.get(overlay).is_some_and(|there| there.spec == over) {
             state.overlays.remove(overlay);
         }
@@ -151,7 +150,7 @@ impl Daemon {
     /// Takes an internal snapshot of a qcow2 disk.
     ///
     /// # Errors
-    /// The disk goes on as it was.
+    /// The disk is unchanged.
     pub fn disk_snapshot_internal(&self, name: &str, snapshot: &str) -> Result<()> {
         self.closed(name, |entry| entry.disk.save_snapshot(&entry.spec(), snapshot))
     }
@@ -159,7 +158,7 @@ impl Daemon {
     /// Deletes an internal snapshot of a qcow2 disk, by its id, its name, or both.
     ///
     /// # Errors
-    /// The disk goes on as it was.
+    /// The disk is unchanged.
     pub fn disk_snapshot_delete(
         &self,
         name: &str,
@@ -169,18 +168,19 @@ impl Daemon {
         self.closed(name, |entry| entry.disk.delete_snapshot(&entry.spec(), id, snapshot))
     }
 
-    /// Calls `f` while the disk's image may be closed.
+    /// Calls `f` while the image of the disk may be closed.
     fn closed<R>(&self, name: &str, f: impl FnOnce(&DiskEntry) -> Result<R>) -> Result<R> {
         let entry = self.state().disk(name)?;
-        let _turn = entry.turn();
+        let _op = entry.op_lock();
         let exports = self.changeable(&entry)?;
         let _ = entry.disk.sync();
         with_disk_drained(&entry, &exports, || f(&entry))
     }
 
-    /// The exports of a disk whose turn is held and whose image may be changed or replaced.
+    /// Returns the exports of a disk whose image may be changed or replaced. The caller holds
+    /// `op_lock` of the disk.
     pub(super) fn changeable(&self, entry: &Arc<DiskEntry>) -> Result<Vec<Arc<Export>>> {
-        // None is being made: that takes the disk's turn.
+        // No export is being made meanwhile: that needs `op_lock`.
         let exports = self.state().exports_of(entry)?;
         entry.watched.check_free(&entry.name)?;
         if entry.disk.readonly() {

@@ -1,4 +1,4 @@
-//! What an export serves and where, checked and opened before anything is made.
+//! The first step of an export: checks the request, and opens all that it names.
 
 use std::sync::Arc;
 
@@ -18,13 +18,13 @@ use crate::net::Net;
 /// What an export serves.
 pub(crate) enum Backend {
     Disk(Arc<Disk>),
-    /// With the most queue pairs that it is for, if that was given.
+    /// A network, and its limit of queue pairs if there is one.
     Net(Net, Option<u16>),
-    /// With the most queue pairs of the tap, if that was given.
+    /// A tap as an uplink of a switch, and the limit of queue pairs of the tap if there is one.
     Uplink(Arc<Tap>, Arc<Switch>, Option<u16>),
 }
 
-/// What is opened before anything is made.
+/// What was opened for an export.
 pub(crate) enum Prepared {
     Blk(PreparedBlk),
     Net(PreparedNet),
@@ -65,18 +65,18 @@ pub(crate) struct PreparedMount {
     pub(crate) disk: Arc<Disk>,
 }
 
-/// What serves the rings of a disk.
+/// The server of the rings of a disk.
 pub(crate) enum DiskServer {
-    /// Workers of this process. `reason`: why not the kernel, with engine=auto.
+    /// Workers of this process. `reason`: why the kernel does not serve them, with engine=auto.
     User {
         reason: Option<String>,
     },
     Kernel(kernel_engine::DiskPlan),
 }
 
-/// What serves the rings of a network device on a tap.
+/// The server of the rings of a network device on a tap.
 pub(crate) enum NetServer {
-    /// Workers of this process. `reason`: why not the kernel, with engine=auto.
+    /// Workers of this process. `reason`: why the kernel does not serve them, with engine=auto.
     User {
         queues: Vec<Arc<TapQueue>>,
         reason: Option<String>,
@@ -85,14 +85,14 @@ pub(crate) enum NetServer {
 }
 
 impl Prepared {
-    /// Checks the whole request, completes it, and opens what it needs. Also returns whether writes
-    /// are refused.
+    /// Checks the whole request, fills in defaults, and opens what it needs. Also returns whether
+    /// the export is read-only.
     ///
     /// # Errors
-    /// What is wrong with the request, or cannot be opened.
+    /// The request is wrong, or something cannot be opened.
     pub(crate) fn open(spec: &mut ExportSpec, backend: Backend) -> Result<(Self, bool)> {
         let queues = spec.queues.unwrap_or_else(online_cpus);
-        // As it is shown: the reader may be in another directory.
+        // The path is absolute because the reader of the list may be in another folder.
         spec.mountpoint = spec.mountpoint.take().map(|path| std::path::absolute(&path).unwrap_or(path));
         let mut readonly = spec.refuses_writes();
         let prepared = match backend {
@@ -142,7 +142,7 @@ impl Prepared {
     }
 }
 
-/// What is wrong with the request for this disk; [`Check`](crate::Check) has checked the rest.
+/// Checks the request for this disk. [`Check`](crate::Check) has checked the rest.
 fn check(spec: &ExportSpec, disk: &Disk) -> Result<()> {
     let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", spec.name)));
     if spec.writable == Some(true) && disk.readonly() {
@@ -181,7 +181,7 @@ fn check(spec: &ExportSpec, disk: &Disk) -> Result<()> {
     check_block_size(spec, disk.size_bytes())
 }
 
-/// Whether a disk of that size can be this export's.
+/// Checks that the disk of this export may have that size.
 pub(crate) fn check_block_size(spec: &ExportSpec, size_bytes: u64) -> Result<()> {
     match spec.block_size {
         Some(block) if !size_bytes.is_multiple_of(u64::from(block)) => Err(Error::invalid(format!(
@@ -192,7 +192,7 @@ pub(crate) fn check_block_size(spec: &ExportSpec, size_bytes: u64) -> Result<()>
     }
 }
 
-/// What serves the rings of a disk, opened.
+/// Opens the server of the rings of a disk.
 fn disk_server(spec: &ExportSpec, disk: &Disk, queues: u16) -> Result<DiskServer> {
     let asked = spec.engine.unwrap_or_default();
     if asked == Engine::User {
@@ -213,7 +213,7 @@ pub(crate) fn not_the_kernel(spec: &ExportSpec, why: String) -> String {
     why
 }
 
-/// Whether the interface is still there.
+/// Checks that the network interface still exists.
 fn check_there(tap: &Tap) -> Result<()> {
     match tap.is_there() {
         true => Ok(()),
@@ -224,7 +224,7 @@ fn check_there(tap: &Tap) -> Result<()> {
     }
 }
 
-/// The number of queue pairs of a network's export.
+/// Returns the number of queue pairs of an export of a network.
 fn pairs(spec: &ExportSpec, tap: Option<&Arc<Tap>>, most: Option<u16>) -> Result<u16> {
     let most = most.unwrap_or(MAX_PAIRS).min(MAX_PAIRS);
     match spec.queues {
@@ -238,7 +238,7 @@ fn pairs(spec: &ExportSpec, tap: Option<&Arc<Tap>>, most: Option<u16>) -> Result
     }
 }
 
-/// What serves the rings of a network device on a tap, opened.
+/// Opens the server of the rings of a network device on a tap.
 fn net_server(spec: &ExportSpec, tap: &Arc<Tap>, pairs: u16) -> Result<NetServer> {
     let by_us = |reason| Ok(NetServer::User { queues: tap.queues(pairs)?, reason });
     let asked = spec.engine.unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The queues of an export, whatever serves them: workers of this process or the kernel.
+//! The queues of an export: of workers of this process, or of the kernel.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use vshunt_engine::{QueueSet, QueueStats, Settings, WorkerId};
 use vshunt_kernel_engine::KernelQueues;
 use vshunt_types::error::{Error, Result};
 
-/// See the module.
+/// The queues of an export.
 pub(crate) enum ExportQueues {
     /// Queues of workers of this process.
     User(Arc<QueueSet>),
@@ -16,7 +16,7 @@ pub(crate) enum ExportQueues {
 }
 
 impl ExportQueues {
-    /// How many.
+    /// Returns the number of queues.
     pub(crate) fn len(&self) -> u16 {
         match self {
             Self::User(set) => set.len(),
@@ -24,7 +24,7 @@ impl ExportQueues {
         }
     }
 
-    /// Counters of a queue, as they are now.
+    /// Returns the current counters of a queue.
     pub(crate) fn stats(&self, index: u16) -> &Arc<QueueStats> {
         match self {
             Self::User(set) => set.stats(index),
@@ -32,7 +32,7 @@ impl ExportQueues {
         }
     }
 
-    /// The worker that a queue is attached to, and how often the queue was attached.
+    /// Returns the worker that a queue is attached to, and how often it was attached.
     pub(crate) fn placement(&self, index: u16) -> (WorkerId, u32) {
         match self {
             Self::User(set) => set.placement(index),
@@ -40,12 +40,13 @@ impl ExportQueues {
         }
     }
 
-    /// See [`QueueSet::attach`]. The kernel does not wait for requests in flight; there `timeout`
-    /// bounds the wait for a queue of the export that is about to stop.
+    /// Attaches a queue to a worker, see [`QueueSet::attach`]. The kernel does not wait for
+    /// requests in flight; there, `timeout` limits the wait for a queue of the export that is being
+    /// stopped.
     ///
     /// # Errors
-    /// There is no such queue or worker, or the worker is not for this queue. The queue stays where
-    /// it was.
+    /// There is no such queue or worker, or the worker cannot have this queue. The queue stays on
+    /// its worker.
     pub(crate) fn attach(&self, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
         match self {
             Self::User(set) => set.attach(index, worker, timeout),
@@ -84,7 +85,7 @@ impl ExportQueues {
         }
     }
 
-    /// The queues, if the kernel serves them.
+    /// Returns the queues, if the kernel serves them.
     pub(crate) fn kernel(&self) -> Option<&Arc<KernelQueues>> {
         match self {
             Self::User(_) => None,

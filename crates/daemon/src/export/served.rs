@@ -1,4 +1,4 @@
-//! What serves an export, whatever its kind.
+//! The state of an export of any kind while it is served.
 
 use vshunt_fuse::Fuse;
 use vshunt_fuse::abi;
@@ -8,7 +8,7 @@ use vshunt_types::spec::{MountInfo, NetQueueCounters, PortInfo};
 use super::queues::ExportQueues;
 use vshunt_vhost_user::VhostUser;
 
-/// What serves an export.
+/// The state of an export while it is served.
 pub(crate) struct Served {
     pub(crate) frontend: Frontend,
     pub(crate) queues: ExportQueues,
@@ -16,7 +16,7 @@ pub(crate) struct Served {
     pub(crate) engine_reason: Option<String>,
 }
 
-/// How its users reach it.
+/// The front end of an export.
 pub(crate) enum Frontend {
     VhostUser(VhostUser),
     Fuse(Fuse),
@@ -89,7 +89,7 @@ impl Frontend {
     }
 }
 
-/// Flags of FUSE's INIT that a mount may have.
+/// Flags of the INIT message of FUSE that a mount may have.
 const INIT_NAMES: [(u64, &str); 5] = [
     (abi::init::ASYNC_DIO, "ASYNC_DIO"),
     (abi::init::MAX_PAGES, "MAX_PAGES"),

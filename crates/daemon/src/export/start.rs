@@ -1,5 +1,5 @@
-//! The start of an export: its queues get their first workers, and its front end is made. One
-//! function for each kind of device.
+//! The second step of an export: its queues get their first workers, and its front end is started.
+//! There is one function for each kind of device.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,14 +24,14 @@ use vshunt_vhost_user::blk::BlkDevice;
 use vshunt_vhost_user::net::{NetDevice, has_control};
 use vshunt_vhost_user::{Device, Socket, VhostUser, WorkerRings};
 
-/// What the start of an export needs besides what was prepared.
+/// What the start of an export needs, in addition to what was opened.
 pub(super) struct Start<'a> {
     pub(super) spec: &'a ExportSpec,
     pub(super) workers: &'a Arc<Workers>,
     pub(super) observer: Arc<dyn Observer>,
-    /// For a mount; see [`Fuse::start`].
+    /// Called for a mount, see [`Fuse::start`].
     pub(super) prepare_image: &'a dyn Fn() -> Result<()>,
-    /// The workers that were made for the export, also if the start fails.
+    /// The workers that were made for the export, even if the start fails.
     pub(super) own_workers: &'a mut Vec<WorkerId>,
 }
 
@@ -39,7 +39,7 @@ impl Start<'_> {
     /// Makes queues, workers and front end, and starts them.
     ///
     /// # Errors
-    /// What cannot be made.
+    /// Something cannot be made.
     pub(super) fn run(mut self, prepared: Prepared) -> Result<Served> {
         match prepared {
             Prepared::Blk(blk) => self.blk(blk),
@@ -50,7 +50,7 @@ impl Start<'_> {
         }
     }
 
-    /// A disk for a VMM.
+    /// Starts a disk for a VMM.
     fn blk(&mut self, prepared: PreparedBlk) -> Result<Served> {
         let PreparedBlk { socket, server, disk } = prepared;
         let spec = self.spec;
@@ -64,7 +64,7 @@ impl Start<'_> {
                     let device = device.served_by_kernel(set.features());
                     return self.kernel_socket(socket, Arc::new(device), set);
                 }
-                // That the kernel refuses could not be known before.
+                // Only the start shows that the kernel refuses.
                 Err(e) if spec.engine == Some(Engine::Auto) => Some(not_the_kernel(spec, e.to_string())),
                 Err(e) => return Err(e),
             },
@@ -73,7 +73,7 @@ impl Start<'_> {
         self.user_socket(socket, Arc::new(device), set, reason)
     }
 
-    /// A network device for a VMM, on a tap.
+    /// Starts a network device for a VMM, on a tap.
     fn net(&mut self, prepared: PreparedNet) -> Result<Served> {
         let PreparedNet { socket, server, tap } = prepared;
         let spec = self.spec;
@@ -100,7 +100,7 @@ impl Start<'_> {
         }
     }
 
-    /// A network device for a VMM, on a port of a switch.
+    /// Starts a network device for a VMM, on a port of a switch.
     fn port(&mut self, prepared: PreparedPort) -> Result<Served> {
         let PreparedPort { socket, switch } = prepared;
         let spec = self.spec;
@@ -115,7 +115,7 @@ impl Start<'_> {
         self.user_socket(socket, Arc::new(device), set, reason)
     }
 
-    /// A tap as a port of a switch.
+    /// Starts a tap as a port of a switch.
     fn uplink(&mut self, prepared: PreparedUplink) -> Result<Served> {
         let PreparedUplink { tap, switch } = prepared;
         let spec = self.spec;
@@ -131,7 +131,7 @@ impl Start<'_> {
         })
     }
 
-    /// A disk as a file of the host.
+    /// Starts a disk as a file of the host.
     fn mount(&mut self, prepared: PreparedMount) -> Result<Served> {
         let PreparedMount { plan, disk } = prepared;
         let set = self.queues(plan.queues, false)?;
@@ -139,15 +139,17 @@ impl Start<'_> {
         Ok(Served { frontend: Frontend::Fuse(mount), queues: ExportQueues::User(set), engine_reason: None })
     }
 
-    /// Queues on their first workers; with `control`, another one for a control virtqueue.
+    /// Makes queues on their first workers. With `control`, there is one more queue for a control
+    /// virtqueue.
     fn queues(&mut self, count: u16, control: bool) -> Result<Arc<QueueSet>> {
         let mut workers_of = first_workers(self.spec, count, self.workers, self.own_workers)?;
-        // A control queue seldom has work, and keeps no worker from being freed.
+        // A control queue is mostly idle, and must not keep a worker from being freed.
         workers_of.extend(control.then_some(FIRST_WORKER));
         Ok(Arc::new(QueueSet::new(&self.spec.name, self.workers, &workers_of)?))
     }
 
-    /// A device whose rings workers of this process serve. `reason`: why the kernel does not.
+    /// Starts a device whose rings workers of this process serve. `reason`: why the kernel does not
+    /// serve them.
     fn user_socket(
         &self,
         socket: Socket,
@@ -159,7 +161,7 @@ impl Start<'_> {
         self.socket(socket, device, rings, ExportQueues::User(set), reason)
     }
 
-    /// A device whose rings the kernel serves.
+    /// Starts a device whose rings the kernel serves.
     fn kernel_socket(
         &self,
         socket: Socket,
@@ -188,13 +190,13 @@ impl Start<'_> {
     }
 }
 
-/// A port of a switch for an export.
+/// Makes a port of a switch for an export.
 fn join(spec: &ExportSpec, switch: Arc<Switch>, pairs: u16) -> Result<PortGuard> {
     let port = switch.join(pairs, port_options(spec))?;
     Ok(PortGuard { switch, port })
 }
 
-/// The options of an export's port, with defaults for those that are not given.
+/// Returns the options of the port, with defaults for those that are not given.
 fn port_options(spec: &ExportSpec) -> PortOptions {
     let macs = if spec.kind == ExportKind::Uplink { MACS_UPLINK } else { MACS_GUEST };
     PortOptions {
@@ -210,7 +212,7 @@ fn port_options(spec: &ExportSpec) -> PortOptions {
     }
 }
 
-/// The queues of a disk that the kernel serves, with their workers.
+/// Makes the queues of a disk that the kernel serves, with their workers.
 fn kernel_queues(
     spec: &ExportSpec,
     plan: DiskPlan,
@@ -223,17 +225,17 @@ fn kernel_queues(
     Ok(set)
 }
 
-/// Keeps the worker of each queue on a CPU, in turn.
+/// Pins the worker of each queue to a CPU, in turn.
 fn pin_each(set: &KernelQueues) -> Result<()> {
     let cpus = vshunt_engine::allowed_cpus();
     (0..set.len()).try_for_each(|i| set.pin(set.first_worker(i), cpus[usize::from(i) % cpus.len()]))
 }
 
-/// No queue runs yet when queues are distributed, so nothing is waited for.
+/// Queues are distributed before any of them runs, so there is nothing to wait for.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Distributes the queues over new workers of the kernel, as the spec asks. The first worker is
-/// there; all of them end with the device.
+/// Distributes the queues over new workers of the kernel, as the request says. The first worker
+/// exists already. All of them end with the device.
 fn spread_kernel(spec: &ExportSpec, set: &KernelQueues) -> Result<()> {
     let queues = set.len();
     let count = match spec.workers {
@@ -257,7 +259,7 @@ fn spread_kernel(spec: &ExportSpec, set: &KernelQueues) -> Result<()> {
     Ok(())
 }
 
-/// The worker that each queue starts on. New workers are made as the spec asks.
+/// Returns the first worker of each queue. New workers are made as the request says.
 fn first_workers(
     spec: &ExportSpec,
     queues: u16,
@@ -271,17 +273,17 @@ fn first_workers(
     };
     let mut settings = Settings { poll_us: spec.poll_us, ..Settings::default() };
     if spec.workers == Spread::PerCpu {
-        // The worker is on the CPU of the task that it serves. Woken at once, it would take the CPU
-        // for each request. As a batch task, it takes all requests that were there when the task
-        // waits.
+        // The worker shares a CPU with the task that it serves. As a normal task it would take the
+        // CPU for each request. As a batch task it takes all waiting requests when the other task
+        // sleeps.
         settings.batch = spec.kind == ExportKind::Fuse;
-        // A worker that polls on the CPU of the task that it serves keeps that task from running.
+        // A worker that polls would keep the task that it serves from running on their CPU.
         settings.poll_us = Some(spec.poll_us.unwrap_or(0));
     }
     let cpus = vshunt_engine::allowed_cpus();
     for i in 0..count {
         if spec.workers == Spread::PerCpu {
-            // The CPU of the ring queue, if this process may run there.
+            // The CPU of the ring queue, if this process may run on it.
             let own = Some(i as usize).filter(|cpu| cpus.contains(cpu));
             settings.cpu = Some(vec![own.unwrap_or(cpus[i as usize % cpus.len()])]);
         }

@@ -15,7 +15,7 @@ impl Registry {
         })
     }
 
-    /// A name for a job: the one that was asked for if it is free, else the first free one.
+    /// Returns a name for a job: the requested one if it is free, otherwise the first free one.
     pub(crate) fn job_name(&self, asked: Option<&str>, kind: &str) -> Result<String> {
         let taken = |id: &str| self.exports.contains_key(id) || self.has_job(id);
         match asked {
@@ -30,12 +30,12 @@ impl Registry {
         }
     }
 
-    /// Whether a job of that name is under way.
+    /// Returns whether a job of that name is running.
     pub(crate) fn has_job(&self, id: &str) -> bool {
         self.jobs.get(id).is_some_and(|j| !j.is_concluded())
     }
 
-    /// Enters a job.
+    /// Adds a job.
     pub(crate) fn enter(&mut self, job: Arc<Job>) -> Result<()> {
         self.check_up()?;
         self.job_name(Some(&job.id), "")?;

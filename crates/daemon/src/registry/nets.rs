@@ -10,7 +10,7 @@ use crate::export::Backend;
 use crate::net::{Net, NetEntry};
 
 impl Registry {
-    /// Enters an export of networks that is to be made, if it may be. Returns what it is to serve.
+    /// Reserves the name of a new export of networks, if it may be made. Returns its backend.
     pub(crate) fn reserve_nets(&mut self, spec: &ExportSpec) -> Result<Backend> {
         self.check_up()?;
         let names: Vec<String> = spec.net.iter().chain(&spec.tap).cloned().collect();
@@ -34,7 +34,7 @@ impl Registry {
         Ok(backend)
     }
 
-    /// A network that one more export can use.
+    /// Returns a network that can have one more export.
     fn vacant_net(&self, net: &str) -> Result<Arc<NetEntry>> {
         let entry = self.nets.get(net).cloned().ok_or_else(|| no_net(net))?;
         match (&entry.net, self.net_users(net).first()) {
@@ -46,13 +46,13 @@ impl Registry {
         }
     }
 
-    /// The exports of a network.
+    /// Returns the exports of a network.
     pub(crate) fn net_users(&self, net: &str) -> Vec<String> {
         let users = self.exports.iter().filter(|(_, e)| e.nets.iter().any(|name| name == net));
         users.map(|(name, _)| name.clone()).collect()
     }
 
-    /// Whether a network may be added.
+    /// Checks that a network may be added.
     pub(crate) fn check_vacant_net(&self, spec: &NetSpec) -> Result<()> {
         self.check_up()?;
         let NetSpec { name, ifname, netns, .. } = spec;
@@ -64,7 +64,7 @@ impl Registry {
                 "there are {NETS_MAX} networks already, which is the most; remove one with 'net remove NAME'"
             )));
         }
-        // The kernel would give our own taps to us again.
+        // The kernel would open the daemon's own taps again.
         let same = |net: &&Arc<NetEntry>| net.spec.ifname == *ifname && net.spec.netns == *netns;
         match (ifname, self.nets.values().find(same)) {
             (Some(ifname), Some(net)) => {

@@ -1,4 +1,4 @@
-//! Backups: what a disk was at one point in time.
+//! Backups: a copy of a disk at one point in time.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use vshunt_block::{Bitmap, Bits, CopyBeforeWrite, Disk, NewImage};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{BackupSpec, DiskSpec, Format, JobKind};
 
-use super::run::Plan;
+use super::run::CopyPlan;
 use super::target::TargetFile;
 use crate::daemon::Daemon;
 use crate::daemon::bitmaps::{at_rest, check_new, persistent, writer};
@@ -16,39 +16,43 @@ use crate::disk_entry::DiskEntry;
 use crate::export::Export;
 use crate::job::Job;
 
-/// Blocks that are told apart: small, so that a small write has little read before it; fewer for
-/// large disks.
+/// log2 of the size of a block. Blocks are small, so that a small write causes a small copy. Large
+/// disks have larger blocks.
 const BLOCK_SHIFT: u32 = 12;
 const BLOCKS_MAX: u64 = 1 << 26;
-/// Of a compressed image: a cluster.
+/// log2 of the size of a block for a compressed image: a cluster.
 const CLUSTER_SHIFT: u32 = 16;
 
-/// Where a backup goes.
+/// The target of a backup.
 struct Target {
     disk: Arc<Disk>,
-    /// A file that was made for it.
+    /// The file that was made for the backup.
     made: Option<TargetFile>,
-    /// A disk of the daemon.
+    /// The disk of the daemon that is the target.
     entry: Option<Arc<DiskEntry>>,
-    /// It reads as zeroes.
+    /// Whether the target reads as zeroes.
     fresh: bool,
 }
 
-/// A bitmap that a backup begins anew.
-struct Begun {
+/// A bitmap that a backup starts anew.
+struct StartedBitmap {
     bitmap: Arc<Bitmap>,
-    /// What it was before; comes back if the backup fails. None: it was made for this.
+    /// Its bits before, which are restored if the backup fails. None: the bitmap was made for this
+    /// backup.
     old: Option<Arc<Bits>>,
-    /// Whether it recorded, and whether it had not done so for a while.
+    /// Whether it recorded, and whether there was a gap in its recording.
     before: (bool, bool),
 }
 
 impl Daemon {
-    /// Begins a backup; returns its job's name. The point in time is before the return.
+    /// Starts a backup, and returns the name of its job. The point in time is before the return.
+    ///
+    /// # Errors
+    /// The request is wrong, or the target cannot be used.
     pub fn backup_start(&self, spec: &BackupSpec, auto_dismiss: bool) -> Result<String> {
         check(spec)?;
         let entry = self.state().disk(&spec.disk)?;
-        let _turn = entry.turn();
+        let _op = entry.op_lock();
         let exports = self.state().exports_of(&entry)?;
         let writer = writer(&exports, &entry)?;
         entry.watched.check_free(&spec.disk)?;
@@ -76,11 +80,11 @@ impl Daemon {
         let mut job = Job::new(&id, JobKind::Backup, &spec.disk, shown, spec.speed);
         job.auto_dismiss = auto_dismiss;
         let job = Arc::new(job);
-        self.begin(spec, &job, &entry, writer, target).map(|()| id)
+        self.start_job(spec, &job, &entry, writer, target).map(|()| id)
     }
 
-    /// Freezes the point in time, and has the job's thread go on.
-    fn begin(
+    /// Freezes the point in time, and starts the thread of the job.
+    fn start_job(
         &self,
         spec: &BackupSpec,
         job: &Arc<Job>,
@@ -92,47 +96,47 @@ impl Daemon {
             if let Some(name) = &spec.bitmap {
                 self.place_bitmap(entry, name, 1 << CLUSTER_SHIFT, None)?;
             }
-            let (work, begun) = self.freeze(spec, job, entry, writer)?;
-            Ok((thread, work, begun))
+            let (work, started) = self.freeze(spec, job, entry, writer)?;
+            Ok((thread, work, started))
         });
-        let (thread, work, begun) = match ready {
+        let (thread, work, started) = match ready {
             Ok(ready) => ready,
             Err(e) => {
                 drop_target(target);
                 return Err(e);
             }
         };
-        let (source, to, of_ends) = (entry.disk.clone(), target.disk.clone(), work.clone());
+        let (source, to, for_cleanup) = (entry.disk.clone(), target.disk.clone(), work.clone());
         let (compress, fresh) = (spec.compress, target.fresh);
-        let plan = Plan {
+        let plan = CopyPlan {
             entry: Some(entry.clone()),
             copy: Box::new(move |owner| {
                 Copy::new(source, to, work, owner).onto_fresh(fresh).compressed(compress)
             }),
         };
-        // All of the target is in there, so that it is closed when the job is over.
-        let ends = Ends { entry: entry.clone(), work: of_ends, begun, target };
-        // Before whoever asked can change anything of it.
+        // The job owns the target, so that it is closed when the job cleanup.
+        let cleanup = Cleanup { entry: entry.clone(), work: for_cleanup, started, target };
+        // Before the caller can change the job.
         self.tell_status(job);
         let job = job.clone();
         let life = move |daemon: &Daemon| {
             let copied = job.decide(daemon.copy(&job, plan));
             daemon.tell_status(&job);
-            let result = ends.end(daemon, copied);
+            let result = cleanup.end(daemon, copied);
             daemon.conclude(&job, result);
         };
         thread.send(Box::new(life)).expect("it waits");
         Ok(())
     }
 
-    /// The point in time.
+    /// Freezes the point in time, with no write in flight.
     fn freeze(
         &self,
         spec: &BackupSpec,
         job: &Arc<Job>,
         entry: &Arc<DiskEntry>,
         writer: Option<Arc<Export>>,
-    ) -> Result<(Arc<CopyBeforeWrite>, Option<Begun>)> {
+    ) -> Result<(Arc<CopyBeforeWrite>, Option<StartedBitmap>)> {
         let no_memory =
             || Error::limit(format!("no memory for the map of what is copied of disk {}", spec.disk));
         let size = entry.disk.size_bytes();
@@ -141,23 +145,23 @@ impl Daemon {
         let work = Arc::new(work);
         self.state().enter(job.clone())?;
         let frozen = at_rest(writer.as_ref(), || {
-            // What is in front of writes is known now: nothing is in flight.
-            let begun = begin_bitmap(spec, entry, &job.id)?;
-            match begun.as_ref().filter(|_| spec.incremental.is_some()) {
-                Some(Begun { old: Some(old), .. }) => work.todo().add(old),
+            // The observers of writes can be changed now: nothing is in flight.
+            let started = start_bitmap(spec, entry, &job.id)?;
+            match started.as_ref().filter(|_| spec.incremental.is_some()) {
+                Some(StartedBitmap { old: Some(old), .. }) => work.todo().add(old),
                 _ => work.todo().set(work.todo().all()),
             }
-            // Writes that come later take from it.
+            // Later writes remove blocks from it.
             job.state().total = (work.todo().count() * work.todo().granularity()).min(size);
             let mut state = entry.watched.state();
             state.job = Some(job.id.clone());
             state.before = Some(work.clone());
             drop(state);
             entry.watch();
-            Ok(begun)
+            Ok(started)
         });
         match frozen.and_then(|r| r) {
-            Ok(begun) => Ok((work, begun)),
+            Ok(started) => Ok((work, started)),
             Err(e) => {
                 self.withdraw(&job.id);
                 Err(e)
@@ -165,7 +169,7 @@ impl Daemon {
         }
     }
 
-    /// Opens what is copied to; made if that was asked for.
+    /// Opens the target, which is made first if the request says so.
     fn target(&self, spec: &BackupSpec, id: &str, source: &Arc<DiskEntry>) -> Result<Target> {
         let size = source.disk.size_bytes();
         if let Some(name) = &spec.target {
@@ -175,7 +179,7 @@ impl Daemon {
             }
             entry.watched.claim_target(name, id)?;
             if let Err(e) = self.check_target(&entry, spec, size) {
-                entry.watched.let_go();
+                entry.watched.release();
                 return Err(e);
             }
             return Ok(Target { disk: entry.disk.clone(), made: None, entry: Some(entry), fresh: false });
@@ -185,8 +189,7 @@ impl Daemon {
         let below_path = spec.backing.as_deref().map(backing).transpose()?;
         let fresh = below_path.is_none();
         let backing = below_path.as_ref().map(|(name, format)| (beside(path, name), *format));
-        // Held open, and so locked with all that it stands on: none of these can be replaced by
-        // what is made.
+        // Kept open, so that the new file cannot replace one of the locked images.
         let _below = below_path.as_ref().map(|(name, format)| below(path, name, *format)).transpose()?;
         if source.disk.has_file(path) {
             return Err(Error::invalid(format!(
@@ -203,7 +206,7 @@ impl Daemon {
             ..DiskSpec::default()
         };
         self.check_image(&disk_of(path))?;
-        let made = TargetFile::begin(path, spec.overwrite)?;
+        let made = TargetFile::create(path, spec.overwrite)?;
         let disk = disk_of(made.part());
         let may_be_emptied = match source.disk.has_file(made.part()) {
             true => Err(Error::invalid(format!(
@@ -219,7 +222,7 @@ impl Daemon {
         }
         let image = NewImage { path: made.part(), format, size, backing, overwrite: true };
         if let Err(e) = image.make() {
-            // What was there may be another's, at work.
+            // The existing file may be in use by another process.
             made.remove();
             return Err(e);
         }
@@ -233,7 +236,7 @@ impl Daemon {
         }
     }
 
-    /// Whether a disk of the daemon can be copied to.
+    /// Checks that a disk of the daemon can be the target.
     fn check_target(&self, entry: &Arc<DiskEntry>, spec: &BackupSpec, size: u64) -> Result<()> {
         let name = &entry.name;
         if let Some(export) = self.state().exports_of(entry)?.first() {
@@ -257,29 +260,29 @@ impl Daemon {
     }
 }
 
-/// What is to be done after the copy.
-struct Ends {
+/// What remains to be done after the copy.
+struct Cleanup {
     entry: Arc<DiskEntry>,
     work: Arc<CopyBeforeWrite>,
-    begun: Option<Begun>,
+    started: Option<StartedBitmap>,
     target: Target,
 }
 
-impl Ends {
-    /// Makes the target stable; nothing stays of what the job had.
+impl Cleanup {
+    /// Makes the target stable, and releases all that the job had.
     fn end(self, daemon: &Daemon, copied: Result<()>) -> Result<()> {
         let result = copied.and_then(|()| self.make_stable());
-        let Self { entry, work, begun, target } = self;
+        let Self { entry, work, started, target } = self;
         if result.is_err() {
-            // The queue may never have run: no write is to wait for it.
+            // The queue may never have run. No write may wait for it.
             work.end_now();
         }
-        // One that failed may hang when it is closed: that comes last, when nothing else is held.
+        // Closing a target that failed may hang. So this comes last, when nothing else is held.
         let (result, failed) = match result {
             Ok(()) => (keep_target(target), None),
             Err(e) => (Err(e), Some(target)),
         };
-        let_source_go(daemon, &entry, begun, result.is_ok());
+        release_source(daemon, &entry, started, result.is_ok());
         drop(entry);
         if let Some(target) = failed {
             drop_target(target);
@@ -295,10 +298,10 @@ impl Ends {
     }
 }
 
-/// The disk is as it was before, or its bitmap has begun anew.
-fn let_source_go(daemon: &Daemon, entry: &Arc<DiskEntry>, begun: Option<Begun>, good: bool) {
-    let _turn = entry.turn();
-    if let Some(Begun { bitmap, old, before }) = begun {
+/// Releases the disk. If the backup failed, its bitmap is restored.
+fn release_source(daemon: &Daemon, entry: &Arc<DiskEntry>, started: Option<StartedBitmap>, good: bool) {
+    let _op = entry.op_lock();
+    if let Some(StartedBitmap { bitmap, old, before }) = started {
         match old.filter(|_| !good) {
             Some(old) => {
                 let mut state = bitmap.state();
@@ -310,22 +313,23 @@ fn let_source_go(daemon: &Daemon, entry: &Arc<DiskEntry>, begun: Option<Begun>, 
         }
         bitmap.state().job = None;
     }
-    entry.watched.let_go();
+    entry.watched.release();
     let exports = daemon.state().exports_of(entry).unwrap_or_default();
     let writer = exports.iter().find(|e| !e.readonly);
     if let Err(e) = at_rest(writer, || entry.watch()) {
-        // The job's map says that nothing is left to do; it costs each write a look.
+        // Nothing is left to be copied, according to the map of the job. It still costs each write
+        // a check.
         tracing::warn!("{e}");
     }
 }
 
-/// Closes a target that has all of the backup. A file gets its name.
+/// Closes a complete target. A file gets its final name.
 fn keep_target(target: Target) -> Result<()> {
     let Target { disk, made, entry, .. } = target;
     let Some(made) = made else {
         drop(disk);
         if let Some(entry) = entry {
-            entry.watched.let_go();
+            entry.watched.release();
         }
         return Ok(());
     };
@@ -336,7 +340,7 @@ fn keep_target(target: Target) -> Result<()> {
     made.put()
 }
 
-/// Closes a target that is no backup, and removes a file that was made for it.
+/// Closes an incomplete target, and removes a file that was made for it.
 fn drop_target(target: Target) {
     let Target { disk, made, entry, .. } = target;
     if made.is_some() {
@@ -344,18 +348,18 @@ fn drop_target(target: Target) {
     }
     drop(disk);
     if let Some(entry) = entry {
-        entry.watched.let_go();
+        entry.watched.release();
     }
     if let Some(made) = made {
         made.remove();
     }
 }
 
-/// The bitmap that begins anew at the point in time.
-fn begin_bitmap(spec: &BackupSpec, entry: &Arc<DiskEntry>, job: &str) -> Result<Option<Begun>> {
+/// Starts the bitmap of the backup anew at the point in time.
+fn start_bitmap(spec: &BackupSpec, entry: &Arc<DiskEntry>, job: &str) -> Result<Option<StartedBitmap>> {
     let Some(name) = spec.incremental.as_ref().or(spec.bitmap.as_ref()) else { return Ok(None) };
     let there = entry.watched.bitmap(&spec.disk, name);
-    let begun = match there {
+    let started = match there {
         Ok(bitmap) => {
             if let Some(other) = &bitmap.state().job {
                 return Err(Error::busy(format!("bitmap {name} is in use by job {other}")));
@@ -365,7 +369,7 @@ fn begin_bitmap(spec: &BackupSpec, entry: &Arc<DiskEntry>, job: &str) -> Result<
             let before = (state.recording, state.gap);
             (state.recording, state.gap) = (true, false);
             drop(state);
-            Begun { bitmap, old: Some(old), before }
+            StartedBitmap { bitmap, old: Some(old), before }
         }
         Err(e) if spec.incremental.is_some() => return Err(e),
         Err(_) => {
@@ -374,14 +378,14 @@ fn begin_bitmap(spec: &BackupSpec, entry: &Arc<DiskEntry>, job: &str) -> Result<
             let bitmap =
                 Arc::new(Bitmap::new(name, entry.disk.size_bytes(), 1 << CLUSTER_SHIFT, persistent)?);
             entry.watched.state().bitmaps.push(bitmap.clone());
-            Begun { bitmap, old: None, before: (true, false) }
+            StartedBitmap { bitmap, old: None, before: (true, false) }
         }
     };
-    begun.bitmap.state().job = Some(job.to_owned());
-    Ok(Some(begun))
+    started.bitmap.state().job = Some(job.to_owned());
+    Ok(Some(started))
 }
 
-/// log2 of a block that is told apart.
+/// Returns log2 of the size of a block.
 fn shift(spec: &BackupSpec, size: u64) -> u32 {
     if spec.compress {
         return CLUSTER_SHIFT;
@@ -393,7 +397,7 @@ fn shift(spec: &BackupSpec, size: u64) -> u32 {
     shift
 }
 
-/// What is wrong with it by itself.
+/// Checks the request itself.
 fn check(spec: &BackupSpec) -> Result<()> {
     let wrong = |why: &str| Err(Error::invalid(format!("backup of disk {}: {why}", spec.disk)));
     let qcow2 = spec.format.unwrap_or(Format::Qcow2) == Format::Qcow2;
@@ -426,7 +430,7 @@ fn check(spec: &BackupSpec) -> Result<()> {
     Ok(())
 }
 
-/// Opens what a new file stands on.
+/// Opens the backing file of a new file.
 fn below(path: &Path, name: &str, format: Format) -> Result<Arc<Disk>> {
     if std::fs::canonicalize(path).is_ok_and(|path| path == Path::new(name)) {
         return Err(Error::invalid(format!(
@@ -443,8 +447,8 @@ fn below(path: &Path, name: &str, format: Format) -> Result<Arc<Disk>> {
     })
 }
 
-/// How a new file names the one below: by its name alone where both lie in one folder, which may be
-/// moved then.
+/// Returns how a new file names its backing file: by its name only if both are in one folder, so
+/// that the folder can be moved.
 fn beside(path: &Path, name: &str) -> String {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let below = Path::new(name);
@@ -454,7 +458,8 @@ fn beside(path: &Path, name: &str) -> String {
     }
 }
 
-/// Name and format of the backup before. Its format is qcow2, for what a guest wrote decides else.
+/// Returns the name and the format of the previous backup. Its format must be qcow2: the format of
+/// a raw file would be guessed from data of the guest.
 fn backing(path: &Path) -> Result<(String, Format)> {
     let shown = path.display();
     let path = std::fs::canonicalize(path).map_err(|e| Error::io(format_args!("cannot open {shown}"), e))?;

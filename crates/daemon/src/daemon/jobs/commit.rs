@@ -1,8 +1,9 @@
-//! Commits: what a disk's overlay has is brought into the image below, where the disk goes on.
+//! Commits: the data of the overlay of a disk is copied to its backing file, and the disk continues
+//! there.
 //!
-//! In rounds, while guests go on writing to the overlay: each copies what was written during the
-//! one before. When little is left guests wait for the last one, and for the disk to be switched
-//! over.
+//! The copy runs in rounds while guests write to the overlay. Each round copies what was written
+//! during the previous one. When little is left, guests wait for the last round and for the switch
+//! to the backing file.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -12,29 +13,32 @@ use vshunt_block::{Bits, CommitTarget, CopyBeforeWrite, Disk};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::JobKind;
 
-use super::run::Plan;
+use super::run::CopyPlan;
 use crate::daemon::Daemon;
 use crate::daemon::bitmaps::at_rest;
 use crate::disk_entry::DiskEntry;
 use crate::drained::with_disk_drained;
 use crate::job::Job;
 
-/// What is told apart: a cluster, mostly.
+/// log2 of the size of a block, in most cases a cluster.
 const BLOCK_SHIFT: u32 = 16;
-/// Guests wait for so much at most, unless they write faster than it is copied.
+/// Bytes that guests wait for at most, unless they write faster than the job copies.
 const LAST_BYTES: u64 = 8 << 20;
 /// Rounds at most.
 const ROUNDS: u32 = 12;
 
-/// A commit under way.
+/// A running commit.
 struct Commit {
     entry: Arc<DiskEntry>,
-    /// The image below, open for writing; none once it is closed.
+    /// The backing file, open for writing. None once it is closed.
     below: Option<CommitTarget>,
 }
 
 impl Daemon {
-    /// Begins to commit a disk's overlay to the image below; returns the job's name.
+    /// Starts to commit the overlay of a disk to its backing file. Returns the name of the job.
+    ///
+    /// # Errors
+    /// The disk has no overlay, or is in use in a way that does not allow it.
     pub fn commit_start(
         &self,
         name: &str,
@@ -43,7 +47,7 @@ impl Daemon {
         auto_dismiss: bool,
     ) -> Result<String> {
         let entry = self.state().disk(name)?;
-        let _turn = entry.turn();
+        let _op = entry.op_lock();
         let exports = self.changeable(&entry)?;
         if let Some(export) = exports.iter().find(|e| e.spec.growable == Some(true)) {
             return Err(Error::unsupported(format!(
@@ -71,7 +75,7 @@ impl Daemon {
             self.withdraw(&id);
             return Err(e);
         }
-        // Before whoever asked can change anything of it.
+        // Before the caller can change the job.
         self.tell_status(&job);
         let life = move |daemon: &Daemon| {
             let result = commit.run(daemon, &job);
@@ -83,26 +87,26 @@ impl Daemon {
 }
 
 impl Commit {
-    /// On the job's thread.
+    /// Runs the commit, on the thread of the job.
     fn run(mut self, daemon: &Daemon, job: &Arc<Job>) -> Result<()> {
         let entry = self.entry.clone();
         let rounds = self.rounds(daemon, job);
         let settled = job.decide(rounds);
         daemon.tell_status(job);
         let result = settled.and_then(|()| self.last(daemon, job));
-        let _turn = entry.turn();
-        // Closed, if it is not yet.
+        let _op = entry.op_lock();
+        // This closes the backing file, if it is open.
         drop(self);
-        entry.watched.let_go();
+        entry.watched.release();
         let exports = daemon.state().exports_of(&entry).unwrap_or_default();
         if let Err(e) = at_rest(exports.iter().find(|e| !e.readonly), || entry.watch()) {
-            // A bitmap that nobody reads goes on being set.
+            // A bitmap that is not read any more is still being set.
             tracing::warn!("{e}");
         }
         result
     }
 
-    /// Copies, until little is left.
+    /// Copies in rounds until little is left.
     fn rounds(&self, daemon: &Daemon, job: &Arc<Job>) -> Result<()> {
         let disk = &self.entry.disk;
         let todo = bits(disk)?;
@@ -120,10 +124,10 @@ impl Commit {
         Ok(())
     }
 
-    /// What was written since the last time, with nothing in flight between the two.
+    /// Returns what was written since the last call, taken while no write is in flight.
     fn written(&self, daemon: &Daemon) -> Result<Arc<Bits>> {
         let entry = &self.entry;
-        let _turn = entry.turn();
+        let _op = entry.op_lock();
         let exports = daemon.state().exports_of(entry)?;
         let fresh = bits(&entry.disk)?;
         at_rest(exports.iter().find(|e| !e.readonly), || {
@@ -133,16 +137,16 @@ impl Commit {
         })
     }
 
-    /// Copies the rest while guests wait, and switches the disk over.
+    /// Copies the rest while guests wait, and switches the disk to the backing file.
     fn last(&mut self, daemon: &Daemon, job: &Arc<Job>) -> Result<()> {
         let entry = self.entry.clone();
-        let _turn = entry.turn();
+        let _op = entry.op_lock();
         let exports = daemon.state().exports_of(&entry)?;
         let sync = |disk: &Disk| {
             let synced = disk.sync().and_then(|()| disk.sync());
             synced.map_err(|e| Error::io(format_args!("{} cannot be made stable", job.target), e))
         };
-        // Most of what has to be stable is so before guests wait.
+        // Most data is stable before guests must wait.
         sync(self.below()?)?;
         let now = entry.spec();
         with_disk_drained(&entry, &exports, || {
@@ -150,7 +154,7 @@ impl Commit {
             let written = written.expect("set for as long as the job lasts");
             self.copy(daemon, job, &written, false)?;
             sync(self.below()?)?;
-            // Closed, before it is opened as the disk's own.
+            // The backing file is closed here before the disk opens it.
             let Some(below) = self.below.take() else { return Ok(()) };
             let next = below.close();
             entry.disk.switch_to_backing(&now, &next).inspect_err(|_| entry.disk.relock_backing(&next))?;
@@ -164,7 +168,7 @@ impl Commit {
         below.ok_or_else(|| Error::busy("the image below is closed already"))
     }
 
-    /// One round.
+    /// Copies one round.
     fn copy(&self, daemon: &Daemon, job: &Arc<Job>, what: &Bits, guests: bool) -> Result<()> {
         let todo = Bits::new(what.size(), BLOCK_SHIFT).ok_or_else(no_memory)?;
         todo.add(what);
@@ -176,7 +180,7 @@ impl Commit {
             state.done
         };
         let (source, target) = (self.entry.disk.clone(), self.below()?.clone());
-        let plan = Plan {
+        let plan = CopyPlan {
             entry: guests.then(|| self.entry.clone()),
             copy: Box::new(move |owner| {
                 let copy = Copy::new(source, target, Arc::new(work), owner).in_place();

@@ -1,5 +1,4 @@
-//! A job's thread: it starts the copying queue, holds it back as far as that is asked for, and
-//! looks after its end.
+//! The thread of a job. It starts the copying queue, limits its speed, and waits for its end.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::*;
@@ -14,26 +13,27 @@ use vshunt_types::error::{Error, Result};
 use super::share::{Share, WINDOW, Window};
 use crate::daemon::Daemon;
 use crate::disk_entry::DiskEntry;
-use crate::job::{AtWork, Job};
+use crate::job::{ActiveCopy, Job};
 
-/// How often a job is looked at that nothing holds back.
+/// How often a job without a speed limit is checked.
 const TICK: Duration = Duration::from_millis(200);
-/// How long writes of guests wait for a target that takes nothing, before the job is given up.
+/// How long writes of guests wait for a target that makes no progress, before the job is given up.
 const STALL: Duration = Duration::from_secs(15);
 
-/// What a job copies.
-pub(super) struct Plan {
-    /// Whose guests keep most of their speed; none: they wait for it.
+/// What a job copies, and for which disk.
+pub(super) struct CopyPlan {
+    /// The disk whose guests keep most of their speed. None: guests wait for the copy.
     pub(super) entry: Option<Arc<DiskEntry>>,
     pub(super) copy: Box<dyn FnOnce(Thread) -> Copy + Send>,
 }
 
-/// What a job does, on its thread.
-pub(super) type Life = Box<dyn FnOnce(&Daemon) + Send>;
+/// The body of a job, which runs on its thread.
+pub(super) type JobBody = Box<dyn FnOnce(&Daemon) + Send>;
 
 impl Daemon {
-    /// Copies, until all is copied, or it failed or was cancelled. On the job's thread.
-    pub(super) fn copy(&self, job: &Job, plan: Plan) -> Result<()> {
+    /// Copies until all is copied, the copy fails, or the job is cancelled. Called on the thread of
+    /// the job.
+    pub(super) fn copy(&self, job: &Job, plan: CopyPlan) -> Result<()> {
         let copy = Arc::new((plan.copy)(std::thread::current()));
         let worker = self.workers.create(Some(job.id.clone()), &Settings::default());
         let worker = worker.map_err(|e| e.context(format!("job {} has no worker", job.id)))?;
@@ -54,23 +54,23 @@ impl Daemon {
         let set = Arc::new(QueueSet::new(&job.id, &self.workers, &[worker])?);
         {
             let mut state = job.state();
-            // Guests that wait are not to wait for longer.
+            // Guests wait for this copy, so it has no limit.
             copy.paused.store(state.paused && entry.is_some(), Relaxed);
             if state.speed != Some(0) && entry.is_some() {
-                // Until it is looked after for the first time.
+                // No speed until the first check.
                 copy.credit.store(0, Relaxed);
             }
             copy.stop.store(state.cancelled, Relaxed);
             let thread = std::thread::current();
-            state.at_work = Some(AtWork { copy: copy.clone(), queue: set.clone(), thread });
+            state.active = Some(ActiveCopy { copy: copy.clone(), queue: set.clone(), thread });
         }
         set.start(0, Box::new(CopyQueue::new(copy.clone(), set.stats(0).clone())));
-        let stalled = self.look_after(job, entry, copy);
+        let stalled = self.supervise(job, entry, copy);
         drop(set.stop(0));
         {
             let mut state = job.state();
             state.done = copy.done.load(Relaxed);
-            state.at_work = None;
+            state.active = None;
         }
         if stalled {
             return Err(Error::busy(format!(
@@ -91,20 +91,20 @@ impl Daemon {
         }
     }
 
-    /// Until the queue says that it is over. True: it was given up.
-    fn look_after(&self, job: &Job, entry: Option<&Arc<DiskEntry>>, copy: &Copy) -> bool {
+    /// Waits until the queue reports its end. Returns true if the job was given up.
+    fn supervise(&self, job: &Job, entry: Option<&Arc<DiskEntry>>, copy: &Copy) -> bool {
         let mut share = Share::default();
         let (mut seen, mut pieces) = (self.requests_of(entry), 0);
         let mut last = Instant::now();
         let (mut done, mut moved) = (0, Instant::now());
         let mut stalled = false;
         while !copy.over.load(Acquire) {
-            // Guests that wait are not to wait for longer.
+            // Guests wait for this copy, so it has no limit.
             let speed = if entry.is_some() { job.state().speed } else { Some(0) };
             let tick = if speed == Some(0) { TICK } else { WINDOW };
             std::thread::park_timeout(tick.saturating_sub(last.elapsed()));
             let now = Instant::now();
-            // What writes wait for.
+            // Progress that writes of guests may wait for.
             if copy.done.load(Relaxed) != done || copy.work.held_up() == 0 {
                 (done, moved) = (copy.done.load(Relaxed), now);
             } else if now - moved > STALL {
@@ -122,7 +122,7 @@ impl Daemon {
                 Some(0) => (NO_LIMIT, DEPTH_MAX),
                 Some(speed) => {
                     let more = ((speed as f64 * passed.as_secs_f64()) as i64).max(1);
-                    // Nothing is saved up for later, but for a chunk.
+                    // Unused speed is not kept for later, except for one chunk.
                     let left = copy.credit.load(Relaxed).min(more);
                     (left.saturating_add(more), DEPTH_MAX)
                 }
@@ -130,7 +130,7 @@ impl Daemon {
                     .next(requests.saturating_sub(seen), copy.old_data_writes.load(Relaxed) - pieces)
                 {
                     Window::Free => (NO_LIMIT, DEPTH_MAX),
-                    Window::Look => (0, 1),
+                    Window::Measure => (0, 1),
                     Window::Bytes(n) => (copy.credit.load(Relaxed).min(0).saturating_add(n as i64), 2),
                 },
             };
@@ -142,18 +142,18 @@ impl Daemon {
         stalled
     }
 
-    /// Requests that users of a disk had done so far.
+    /// Returns the requests that users of a disk have completed so far.
     fn requests_of(&self, entry: Option<&Arc<DiskEntry>>) -> u64 {
         let Some(entry) = entry else { return 0 };
         let exports = self.state().exports_of(entry).unwrap_or_default();
         exports.iter().map(|e| e.requests()).sum()
     }
 
-    /// A thread for a job, which waits for what it is to do: had before the job's disk is watched,
-    /// so that nothing has to be undone where there is none.
-    pub(super) fn job_thread(&self, id: &str) -> Result<Sender<Life>> {
+    /// Makes the thread of a job, which waits for its body. The thread is made before the disk of
+    /// the job is watched, so that nothing must be undone if there is no thread.
+    pub(super) fn job_thread(&self, id: &str) -> Result<Sender<JobBody>> {
         let daemon = self.this.upgrade().expect("it is calling");
-        let (life, is_given) = channel::<Life>();
+        let (life, is_given) = channel::<JobBody>();
         let thread = std::thread::Builder::new().name(format!("job-{id}"));
         let spawned = thread.spawn(move || {
             if let Ok(life) = is_given.recv() {

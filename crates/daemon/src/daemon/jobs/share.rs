@@ -1,98 +1,100 @@
-//! How fast a job may go where nobody says: so fast that guests keep most of their speed.
+//! Chooses the speed of a job without a speed limit, so that guests keep most of their speed.
 //!
-//! Guests' requests are counted in short windows. In some of these nothing is read ahead, which
-//! shows what guests do without the job; in the others the job goes at a rate that rises while
-//! guests lose little and falls while they lose more. Where guests do next to nothing the job goes
-//! as fast as it can.
+//! Completed requests of guests are counted in short windows. In some windows the job reads nothing
+//! ahead, which shows the speed of guests without the job. In the others the job has a rate. The
+//! rate rises while guests lose little, and falls while they lose more. If guests have almost no
+//! requests, the job has no limit.
 //!
-//! So it does where guests overwrite what is not copied yet: each such write costs them a read and
-//! a write more, however slow the job goes, until it is past what they write. The sooner it is, the
-//! fewer pay.
+//! The job also has no limit while guests overwrite blocks that are not copied yet. Each such write
+//! causes an additional read and write, independent of the rate. So it is best to finish these
+//! blocks soon.
 
 use std::time::Duration;
 
-/// A window.
+/// Length of a window.
 pub(super) const WINDOW: Duration = Duration::from_millis(40);
-/// Requests in a window from which on guests count as busy.
+/// Requests in a window above which guests count as busy.
 const BUSY: u64 = 20;
-/// Every so many windows is one without the job; more often at first, when the rate is a guess.
-const LOOK_EVERY: u32 = 12;
-const LOOK_EVERY_FIRST: u32 = 3;
-/// So many times.
+/// Number of windows from one without the job to the next. At first they are more frequent, while
+/// the rate is a guess.
+const MEASURE_EVERY: u32 = 12;
+const MEASURE_EVERY_FIRST: u32 = 3;
+/// Number of such windows at first.
 const FIRST: u32 = 4;
-/// What guests keep of their speed, in percent.
+/// Percentage of their speed that guests keep.
 const KEEP: u64 = 85;
-/// A rate falls to this part of itself at most at a time.
+/// A rate is divided by at most this factor at a time.
 const DOWN_MAX: u64 = 4;
-/// One in so many requests that replaces what is not copied costs guests more than the job does
-/// otherwise.
+/// If one of this many requests replaces a block that is not copied yet, this costs guests more
+/// than the rate of the job.
 const REPLACED: u64 = 8;
-/// Bounds of the rate, bytes a window: 4 MiB/s at least.
+/// Limits of the rate, bytes per window. The lowest rate is 4 MiB/s.
 const RATE_MIN: u64 = (4 << 20) / 25;
 const RATE_MAX: u64 = 1 << 32;
 
 /// What a window is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Window {
-    /// As fast as it goes.
+    /// Without a limit.
     Free,
-    /// So many bytes.
+    /// At most this many bytes.
     Bytes(u64),
-    /// Nothing: guests are looked at.
-    Look,
+    /// Nothing: the speed of guests without the job is measured.
+    Measure,
 }
 
 /// Finds the rate, window by window.
 #[derive(Debug)]
 pub(super) struct Share {
     rate: u64,
-    /// Requests in a window without the job, smoothed; none: not seen yet.
+    /// Requests in a window without the job, smoothed. None: not measured yet.
     alone: Option<u64>,
-    /// Requests in windows with the job, since the last look; and how many windows.
+    /// Requests in windows with the job since the last measurement, and the number of these
+    /// windows.
     beside: (u64, u32),
-    /// Times that the rate was found, since guests began.
+    /// How often the rate was adapted since guests became busy.
     found: u32,
     last: Window,
 }
 
 impl Default for Share {
     fn default() -> Self {
-        Self { rate: 16 * RATE_MIN, alone: None, beside: (0, 0), found: 0, last: Window::Look }
+        Self { rate: 16 * RATE_MIN, alone: None, beside: (0, 0), found: 0, last: Window::Measure }
     }
 }
 
 impl Share {
-    /// What the next window is for, after one in which guests had so many requests done, of which
-    /// so many replaced what was not copied yet.
+    /// Returns the kind of the next window. `requests` of guests were completed in the last window;
+    /// `replaced` of them replaced blocks that were not copied yet.
     pub(super) fn next(&mut self, requests: u64, replaced: u64) -> Window {
         if requests >= BUSY && replaced > requests / REPLACED {
-            // What they did in it says nothing of what the rate costs them.
+            // The requests of that window do not show the cost of the rate.
             self.last = Window::Free;
             return self.last;
         }
         match self.last {
-            Window::Look if requests >= BUSY => {
+            Window::Measure if requests >= BUSY => {
                 let old = self.alone.unwrap_or(requests);
                 self.alone = Some((3 * old + requests) / 4);
                 self.adapt();
             }
-            Window::Look => (self.alone, self.beside, self.found) = (None, (0, 0), 0),
+            Window::Measure => (self.alone, self.beside, self.found) = (None, (0, 0), 0),
             _ => {
                 self.beside.0 += requests;
                 self.beside.1 += 1;
             }
         }
-        let look_every = if self.found < FIRST { LOOK_EVERY_FIRST } else { LOOK_EVERY };
+        let look_every = if self.found < FIRST { MEASURE_EVERY_FIRST } else { MEASURE_EVERY };
         self.last = if self.beside.1 >= look_every {
-            Window::Look
+            Window::Measure
         } else if self.alone.is_none() {
             Window::Free
         } else {
             Window::Bytes(self.rate)
         };
         if self.last == Window::Free && requests >= BUSY && self.alone.is_none() {
-            // They have begun.
-            self.last = Window::Look;
+            // Guests became busy.
+            self.last = Window::Measure;
         }
         self.last
     }
@@ -101,8 +103,9 @@ impl Share {
         let (requests, windows) = std::mem::take(&mut self.beside);
         let Some(alone) = self.alone.filter(|_| windows > 0) else { return };
         let percent = requests * 100 / u64::from(windows) / alone.max(1);
-        // What guests lose goes with the rate, more or less: the one at which they would lose what
-        // they may. Upwards in small steps, for it says little of what lies far off.
+        // The loss of guests is about proportional to the rate. This computes the rate at which
+        // they would lose what is allowed. It rises in small steps only, because a small loss says
+        // little about much higher rates.
         let lost = 100u64.saturating_sub(percent).max(1);
         let rate = self.rate.saturating_mul(100 - KEEP) / lost;
         self.found = self.found.saturating_add(1);
@@ -114,14 +117,14 @@ impl Share {
 mod tests {
     use super::*;
 
-    /// Guests that lose one in a hundred requests for each so many bytes of the job's.
+    /// Simulates guests that lose one percent of their requests for each `cost` bytes of the job.
     fn run(share: &mut Share, alone: u64, cost: u64, windows: u32) -> (u64, u64) {
-        let (mut job, mut guests, mut window) = (0, 0, Window::Look);
+        let (mut job, mut guests, mut window) = (0, 0, Window::Measure);
         for _ in 0..windows {
             let bytes = match window {
                 Window::Free => RATE_MAX,
                 Window::Bytes(n) => n,
-                Window::Look => 0,
+                Window::Measure => 0,
             };
             let lost = (alone * (bytes / cost) / 100).min(alone);
             job += bytes;
@@ -144,14 +147,14 @@ mod tests {
         run(&mut share, 4000, 64 << 10, 1000);
         let (job, guests) = run(&mut share, 4000, 64 << 10, 1000);
         assert!(guests > 1000 * 4000 * 75 / 100, "{guests}");
-        // What 15 in a hundred come to.
+        // The rate at which guests lose 15 percent.
         assert!(job > 1000 * 15 * (64 << 10) / 3, "{job}");
     }
 
     #[test]
     fn a_rate_that_costs_much_falls_at_once() {
         let mut share = Share::default();
-        // The rate that it begins with takes all from guests: a second is not long.
+        // The initial rate takes all requests from guests. One second is short enough.
         let (_, guests) = run(&mut share, 4000, (16 * RATE_MIN) / 100, 25);
         let (_, later) = run(&mut share, 4000, (16 * RATE_MIN) / 100, 25);
         assert!(guests > 25 * 4000 * 20 / 100, "{guests}");

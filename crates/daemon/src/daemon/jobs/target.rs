@@ -1,6 +1,5 @@
-//! The file that a backup is written to. Until it is whole it has another name, NAME.part, so that
-//! what has the name is a backup: a new one gets it at the end, and one that is replaced keeps it
-//! until then.
+//! The file that a backup is written to. Its name is NAME.part until it is complete, so that a file
+//! called NAME is always a complete backup. A file that is replaced keeps its name until then.
 
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
@@ -12,28 +11,28 @@ use std::path::{Path, PathBuf};
 use vshunt_block::{PathFd, check_overlay_marks, lock_image, open_image, own_mounts};
 use vshunt_types::error::{Error, Result};
 
-/// A file that is made for a backup. Others may remove or replace it.
+/// A file that is made for a backup. Other processes may remove or replace it.
 pub(super) struct TargetFile {
-    /// What it is called in the end.
+    /// The final path.
     path: PathBuf,
-    /// What is written to; the same where there is something that cannot be replaced by a rename: a
-    /// device, a file that something is mounted over.
+    /// The path that is written to. It is the final path if that cannot be replaced by a rename: a
+    /// device, or a file that something is mounted over.
     part: PathBuf,
-    /// Held open, so that no other file can be taken for it.
+    /// Kept open, so that its inode number is not used for another file.
     file: File,
-    /// What has the name and is to be replaced, locked.
+    /// The file that is replaced, locked.
     old: Option<File>,
-    /// There was no such file before.
+    /// Whether the file at `part` is new.
     new: bool,
 }
 
 impl TargetFile {
-    /// Chooses the file and makes it, empty, if it is not there; one that is there is as it was.
+    /// Chooses the file, and makes an empty one if there is none. An existing file is not changed.
     ///
     /// # Errors
-    /// `Exists` if something has the name and may not be replaced, or has the other one; `Busy` if
-    /// what is to be replaced is in use. Nothing is left behind.
-    pub(super) fn begin(path: &Path, overwrite: bool) -> Result<Self> {
+    /// `Exists` if a file has the final name and may not be replaced, or a file has the temporary
+    /// name; `Busy` if the file that is replaced is in use. No file is left behind.
+    pub(super) fn create(path: &Path, overwrite: bool) -> Result<Self> {
         let shown = path.display();
         let cannot = |e| Error::io(format_args!("cannot replace {shown}"), e);
         own_mounts::check(path)?;
@@ -61,7 +60,7 @@ impl TargetFile {
         let mut part = path.clone().into_os_string();
         part.push(".part");
         let part = PathBuf::from(part);
-        // With the rights of what it replaces, before there is anything in it.
+        // It gets the permissions of the file that it replaces before it has any data.
         let like = old.as_ref().map(File::metadata).transpose().map_err(cannot)?;
         let mode = like.as_ref().map_or(0o666, |_| 0o600);
         let mut create = OpenOptions::new();
@@ -92,7 +91,7 @@ impl TargetFile {
         };
         let made = Self { path, part, file, old, new };
         if let Some(like) = like {
-            // Who may not give a file away keeps it.
+            // A process that may not change the owner keeps the file.
             let _ = fchown(&made.file, Some(like.uid()), Some(like.gid()));
             made.file.set_permissions(like.permissions()).map_err(|e| {
                 made.remove();
@@ -102,17 +101,17 @@ impl TargetFile {
         Ok(made)
     }
 
-    /// What is to be made an image, and written to.
+    /// Returns the path for making the image and writing to it.
     pub(super) fn part(&self) -> &Path {
         &self.part
     }
 
-    /// What was there was emptied: it is ours.
+    /// Marks the file as new: the old contents were discarded.
     pub(super) fn take(self) -> Self {
         Self { new: self.part != self.path, ..self }
     }
 
-    /// Whether the name that is written to is still its own.
+    /// Checks that the path still names this file.
     fn check(&self) -> Result<()> {
         match (id_of(&self.file), self.part.symlink_metadata()) {
             (Ok(ours), Ok(there)) if ours == (there.dev(), there.ino()) => Ok(()),
@@ -123,11 +122,12 @@ impl TargetFile {
         }
     }
 
-    /// Makes it stable and gives it its name, after it was closed: it is whole.
+    /// Makes the complete file stable, and gives it its final name. Called after it was closed.
     ///
     /// # Errors
-    /// `Invalid` if it is not there any more, `Exists` if another has got the name meanwhile, and
-    /// the system's. Where it is whole all the same, it stays, and the error says under which name.
+    /// `Invalid` if the file does not exist any more, `Exists` if another file got the final name
+    /// meanwhile; errors of the system. A complete file is kept, and the error says under which
+    /// name.
     pub(super) fn put(&self) -> Result<()> {
         let Self { path, part, .. } = self;
         let (shown, now) = (path.display(), part.display());
@@ -139,7 +139,7 @@ impl TargetFile {
         if part == path {
             return Ok(());
         }
-        // Whatever has the name by now and is not what was to be replaced stays.
+        // If another file has the name by now, it is kept.
         let same = |old: &File| {
             path.symlink_metadata().is_ok_and(|m| id_of(old).is_ok_and(|id| id == (m.dev(), m.ino())))
         };
@@ -153,7 +153,7 @@ impl TargetFile {
         synced.map_err(|e| Error::io(format_args!("{shown} is whole, and its name cannot be made stable"), e))
     }
 
-    /// Removes it, unless it is another's by now, or was there before.
+    /// Removes the file, unless it existed before, or its name belongs to another file by now.
     pub(super) fn remove(&self) {
         if !self.new {
             tracing::warn!("{} is no backup", self.part.display());
@@ -165,7 +165,7 @@ impl TargetFile {
     }
 }
 
-/// Device and inode.
+/// Returns the device number and the inode number.
 fn id_of(file: &File) -> io::Result<(u64, u64)> {
     file.metadata().map(|m| (m.dev(), m.ino()))
 }
@@ -174,19 +174,19 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Renames; onto nothing unless told otherwise.
+/// Renames a file. Without `replace`, the new name must be free.
 fn rename(from: &Path, to: &Path, replace: bool) -> io::Result<()> {
     if replace {
         return std::fs::rename(from, to);
     }
     let (old, new) = (CString::new(from.as_os_str().as_bytes())?, CString::new(to.as_os_str().as_bytes())?);
-    // SAFETY: both are strings that end in a zero and live for the call.
+    // SAFETY: both pointers are C strings, which live longer than the call.
     let done = unsafe {
         libc::renameat2(libc::AT_FDCWD, old.as_ptr(), libc::AT_FDCWD, new.as_ptr(), libc::RENAME_NOREPLACE)
     };
     match io::Error::last_os_error() {
         _ if done == 0 => Ok(()),
-        // A file system that does not know the flag.
+        // The file system does not support the flag.
         e if e.raw_os_error() == Some(libc::EINVAL) => match to.symlink_metadata() {
             Ok(_) => Err(io::Error::from_raw_os_error(libc::EEXIST)),
             Err(_) => std::fs::rename(from, to),
@@ -202,13 +202,13 @@ mod tests {
     use super::*;
 
     fn made(path: &Path, overwrite: bool) -> TargetFile {
-        let made = TargetFile::begin(path, overwrite).unwrap().take();
+        let made = TargetFile::create(path, overwrite).unwrap().take();
         std::fs::write(made.part(), b"new").unwrap();
         made
     }
 
     fn refused(path: &Path, overwrite: bool, word: &str) -> bool {
-        TargetFile::begin(path, overwrite).is_err_and(|e| e.to_string().contains(word))
+        TargetFile::create(path, overwrite).is_err_and(|e| e.to_string().contains(word))
     }
 
     #[test]
