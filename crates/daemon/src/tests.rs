@@ -358,13 +358,8 @@ fn any_command_at_any_time() {
         .map(|seed| {
             let rig = rig.clone();
             std::thread::spawn(move || {
-                let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-                let mut below = move |n: u64| {
-                    x ^= x >> 12;
-                    x ^= x << 25;
-                    x ^= x >> 27;
-                    (x.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % n
-                };
+                let mut rng = fastrand::Rng::with_seed(seed);
+                let mut below = move |n: u64| rng.u64(..n);
                 for _ in 0..60 {
                     let name = ["a", "b", "c"][below(3) as usize];
                     let result = match below(7) {

@@ -25,7 +25,7 @@ pub use self::thread::pin;
 use self::watch::Watcher;
 use crate::driver::{Area, Disk, PAGE, Shuffle, feature};
 use crate::error::{Result, fail};
-use crate::rng::XorShift;
+use crate::rng::Rng;
 use crate::stats::{Ops, ServerCpu, Slow};
 use crate::verify::{Partition, StateFile};
 
@@ -228,7 +228,7 @@ pub fn run(disk: &mut Disk, plan: &LoadPlan, progress: &mut dyn Progress) -> Res
         let (from, to) = (count * lane / lanes, count * (lane + 1) / lanes);
         let whole = plan.rw.is_random() && !plan.verify;
         let (from, to) = if whole { (0, count) } else { (from, to) };
-        let rng = XorShift::new(u64::from(plan.seed), lane);
+        let rng = Rng::new(u64::from(plan.seed), lane);
         sources.push(Source::Load(Pattern::new(plan.rw, plan.read_percent, first + from, to - from, rng)));
         partitions.push(Partition::new(first + from, if plan.verify { (to - from) as usize } else { 0 }));
     }
@@ -236,7 +236,7 @@ pub fn run(disk: &mut Disk, plan: &LoadPlan, progress: &mut dyn Progress) -> Res
     let buffers = buffers(disk, plan)?;
     if plan.shuffle > 0 {
         for (stream, queue) in disk.split().2.iter_mut().enumerate() {
-            let rng = XorShift::new(u64::from(plan.seed), 1000 + stream as u64);
+            let rng = Rng::new(u64::from(plan.seed), 1000 + stream as u64);
             queue.set_shuffle(Shuffle::new(rng, usize::from(plan.shuffle)));
         }
     }

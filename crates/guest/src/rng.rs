@@ -2,15 +2,14 @@
 
 use crate::verify::mix;
 
-/// Marsaglia's xorshift64. It takes a few cycles for each number, and is good enough to spread
-/// offsets.
+/// A generator that takes a few cycles for each number.
 #[derive(Clone, Debug)]
-pub struct XorShift(u64);
+pub struct Rng(fastrand::Rng);
 
-impl XorShift {
+impl Rng {
     /// Makes a generator from a seed and the number of the stream.
     pub fn new(seed: u64, stream: u64) -> Self {
-        Self(mix(seed ^ mix(stream + 1)) | 1)
+        Self(fastrand::Rng::with_seed(mix(seed ^ mix(stream + 1))))
     }
 }
 
@@ -20,12 +19,12 @@ impl XorShift {
 pub struct Draws {
     bytes: Vec<u8>,
     at: usize,
-    rest: XorShift,
+    rest: Rng,
 }
 
 impl Draws {
     /// Makes a source from the bytes of a corpus. Without bytes it only uses the seed.
-    pub fn new(bytes: Vec<u8>, rest: XorShift) -> Self {
+    pub fn new(bytes: Vec<u8>, rest: Rng) -> Self {
         Self { bytes, at: 0, rest }
     }
 
@@ -61,20 +60,17 @@ impl Draws {
     }
 }
 
-impl XorShift {
-    /// Returns the next number, which is never 0.
+impl Rng {
+    /// Returns any number.
     #[inline]
     pub fn draw(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
+        self.0.u64(..)
     }
 
-    /// Returns a number below `bound`, which is not 0. It is nearly uniform if `bound` is small.
+    /// Returns a number below `bound`, which is not 0.
     #[inline]
     pub fn below(&mut self, bound: u64) -> u64 {
-        self.draw() % bound
+        self.0.u64(..bound)
     }
 
     /// Returns true once in `n` calls on average.

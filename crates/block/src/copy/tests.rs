@@ -8,16 +8,10 @@ use vshunt_engine::{QueueSet, Settings, Workers};
 use vshunt_types::spec::{DiskSpec, Format};
 
 use super::*;
+use crate::tests::Random;
 use crate::{Bits, WriteObservers};
 
 const SIZE: u64 = 24 << 20;
-
-fn random(seed: &mut u64, below: u64) -> u64 {
-    *seed ^= *seed << 13;
-    *seed ^= *seed >> 7;
-    *seed ^= *seed << 17;
-    (*seed >> 11) % below
-}
 
 fn open(dir: &Path, format: Format, name: &str) -> Arc<Disk> {
     let path = dir.join(name);
@@ -62,17 +56,18 @@ fn contents(disk: &Arc<Disk>) -> Vec<u8> {
 }
 
 /// Writes a stretch of the disk of its own, until it is told to stop and has done some.
-fn guest(disk: &Arc<Disk>, stretch: Range<u64>, mut seed: u64, stop: &AtomicBool) {
+fn guest(disk: &Arc<Disk>, stretch: Range<u64>, seed: u64, stop: &AtomicBool) {
+    let mut random = Random::new(seed);
     let mut ring = Uring::new().unwrap();
     let handle = disk.attach(&mut ring);
     let mut data = vec![0; 128 << 10];
     let mut n = 0;
     while n < 300 || !stop.load(Relaxed) {
         n += 1;
-        let len = 512 * (1 + random(&mut seed, if n % 8 == 0 { 256 } else { 16 }));
-        let at = stretch.start + random(&mut seed, (stretch.end - stretch.start - len) / 512) * 512;
-        data[..len as usize].fill(random(&mut seed, 255) as u8 + 1);
-        let op = match random(&mut seed, 10) {
+        let len = 512 * (1 + random.below(if n % 8 == 0 { 256 } else { 16 }));
+        let at = stretch.start + random.below((stretch.end - stretch.start - len) / 512) * 512;
+        data[..len as usize].fill(random.below(255) as u8 + 1);
+        let op = match random.below(10) {
             0 => Op::WriteZeroes { unmap: n % 2 == 0 },
             1 => Op::Discard,
             _ => Op::Write,
@@ -83,11 +78,11 @@ fn guest(disk: &Arc<Disk>, stretch: Range<u64>, mut seed: u64, stop: &AtomicBool
 }
 
 fn fill(disk: &Arc<Disk>) {
-    let (mut ring, mut seed) = (Uring::new().unwrap(), 7);
+    let (mut ring, mut random) = (Uring::new().unwrap(), Random::new(7));
     let handle = disk.attach(&mut ring);
     let mut data = vec![0; 256 << 10];
     for at in (0..SIZE).step_by(256 << 10).filter(|at| at % (1 << 20) != 0) {
-        data.iter_mut().for_each(|b| *b = random(&mut seed, 256) as u8);
+        data.iter_mut().for_each(|b| *b = random.below(256) as u8);
         ask(&mut ring, &handle, Op::Write, at, &mut data);
     }
     handle.detach(&mut ring);

@@ -6,7 +6,7 @@
 
 use virtio::driver::DriverSeg;
 
-use crate::rng::XorShift;
+use crate::rng::Rng;
 
 /// A contiguous piece of guest memory: address and bytes.
 pub type Span = (u64, u32);
@@ -15,7 +15,7 @@ pub type Span = (u64, u32);
 #[derive(Clone, Debug)]
 pub struct Shuffle {
     /// The source of all random numbers.
-    pub rng: XorShift,
+    pub rng: Rng,
     /// Most descriptors of a request, at least 3.
     segs_max: usize,
     segs: Vec<DriverSeg>,
@@ -24,7 +24,7 @@ pub struct Shuffle {
 impl Shuffle {
     /// Makes requests of at most `segs_max` descriptors, but of at least the three that a request
     /// needs.
-    pub fn new(rng: XorShift, segs_max: usize) -> Self {
+    pub fn new(rng: Rng, segs_max: usize) -> Self {
         Self { rng, segs_max: segs_max.max(3), segs: Vec::new() }
     }
 
@@ -89,7 +89,7 @@ mod tests {
 
     #[test]
     fn every_byte_is_there_once_and_in_order() {
-        let mut shuffle = Shuffle::new(XorShift::new(3, 0), 12);
+        let mut shuffle = Shuffle::new(Rng::new(3, 0), 12);
         let (mut joined, mut most) = (0, 0);
         for _ in 0..5000 {
             let (readable, writable) = ([(0x1000, 16), (0x1010, 700)], [(0x5000, 4096), (0x6000, 1)]);
@@ -108,7 +108,7 @@ mod tests {
 
     #[test]
     fn the_least_request_stays_as_it_is() {
-        let mut shuffle = Shuffle::new(XorShift::new(3, 1), 3);
+        let mut shuffle = Shuffle::new(Rng::new(3, 1), 3);
         for _ in 0..100 {
             let segs = shuffle.cut(&[(0, 16)], &[(0x100, 1)]);
             assert!(matches!(segs.len(), 2 | 3));

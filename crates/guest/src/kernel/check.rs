@@ -7,7 +7,7 @@
 use crate::driver::status_name;
 use crate::driver::{Disk, SECTOR, Shuffle, feature, request, status};
 use crate::error::{Result, fail};
-use crate::rng::XorShift;
+use crate::rng::Rng;
 
 /// Sectors of the range.
 const SECTORS: u64 = 512;
@@ -31,7 +31,7 @@ pub struct Checked {
 
 struct Check<'a> {
     disk: &'a mut Disk,
-    rng: XorShift,
+    rng: Rng,
     serial: &'a str,
     /// First sector of the range, and sectors of a logical block.
     first: u64,
@@ -53,12 +53,12 @@ pub fn run(disk: &mut Disk, serial: &str, rounds: u32, shuffle: u16, seed: u32) 
     }
     if shuffle > 0 {
         for (stream, queue) in disk.split().2.iter_mut().enumerate() {
-            let rng = XorShift::new(u64::from(seed), 4000 + stream as u64);
+            let rng = Rng::new(u64::from(seed), 4000 + stream as u64);
             queue.set_shuffle(Shuffle::new(rng, usize::from(shuffle)));
         }
     }
     let first = (disk.capacity() - SECTORS) / block * block;
-    let rng = XorShift::new(u64::from(seed), 4999);
+    let rng = Rng::new(u64::from(seed), 4999);
     let model = vec![None; SECTORS as usize];
     let mut check = Check { disk, rng, serial, first, block, model, done: Checked::default() };
     for round in 0..rounds {

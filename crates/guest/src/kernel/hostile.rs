@@ -18,7 +18,7 @@ use crate::driver::{
     status,
 };
 use crate::error::{Error, Result, fail};
-use crate::rng::{Draws, XorShift};
+use crate::rng::{Draws, Rng};
 
 /// Guest addresses of the arena's region, far from that of the rings, and of the guard's region,
 /// far from both.
@@ -162,7 +162,7 @@ pub fn run(disk: &mut Disk, plan: &HostilePlan) -> Result<Counts> {
         return Err(fail!(Usage, "hostile chains are for the kernel's device"));
     };
     let source = Source {
-        rng: Draws::new(plan.corpus.clone(), XorShift::new(u64::from(plan.seed), 5000)),
+        rng: Draws::new(plan.corpus.clone(), Rng::new(u64::from(plan.seed), 5000)),
         arena: &arena,
         rings: [0; 3],
         size: parts[0].size,

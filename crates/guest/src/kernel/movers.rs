@@ -12,7 +12,7 @@ use vhost_kernel::Vhost;
 use virtio::vhost::VHOST_BLK_VRINGS_MAX;
 
 use crate::error::{Error, Kind, Result, fail};
-use crate::rng::XorShift;
+use crate::rng::Rng;
 
 /// Most workers. More are freed before others are created.
 const WORKERS_MAX: usize = 8;
@@ -33,7 +33,7 @@ pub struct Moves {
 /// The assignment of rings to workers, as this thread knows it.
 struct Mover<'a> {
     vhost: &'a Vhost,
-    rng: XorShift,
+    rng: Rng,
     workers: Vec<u32>,
     /// The worker of each ring.
     rings: Vec<u32>,
@@ -63,7 +63,7 @@ pub fn run(vhost: &Vhost, queues: u16, seed: u32, pause: Duration, stop: &Atomic
     workers.extend(kept);
     workers.sort_unstable();
     workers.dedup();
-    let rng = XorShift::new(u64::from(seed), 3000);
+    let rng = Rng::new(u64::from(seed), 3000);
     let mut mover = Mover { vhost, rng, workers, rings, kept, moves: Moves::default() };
     while !stop.load(Ordering::Acquire) {
         mover.step()?;

@@ -28,7 +28,7 @@ use crate::driver::{
 };
 use crate::error::{Error, Kind, Result, fail};
 use crate::link::{PacketSocket, VNET_HEADER, open_tap};
-use crate::rng::XorShift;
+use crate::rng::Rng;
 
 /// Frames of a window, over all queue pairs.
 const WINDOW: u64 = 64;
@@ -209,7 +209,7 @@ pub fn run(plan: &VhostNetPlan) -> Result<Report> {
         Err(e) => return Err(vhost_error(e)),
         Ok(id) => return Err(fail!(Io, "vhost-net made a worker, {id}: it is said to offer none")),
     }
-    let mut rng = XorShift::new(u64::from(plan.seed), 7000);
+    let mut rng = Rng::new(u64::from(plan.seed), 7000);
     let begin = Instant::now();
     for first in (0..plan.frames).step_by(WINDOW as usize) {
         outward(&mut pairs, &peer, plan, first..plan.frames.min(first + WINDOW), &mut rng)?;
@@ -236,7 +236,7 @@ pub fn run(plan: &VhostNetPlan) -> Result<Report> {
     })
 }
 
-fn frame_len(rng: &mut XorShift) -> usize {
+fn frame_len(rng: &mut Rng) -> usize {
     FRAME_MIN + rng.below((FRAME_MAX - FRAME_MIN + 1) as u64) as usize
 }
 
@@ -268,7 +268,7 @@ fn outward(
     peer: &PacketSocket,
     plan: &VhostNetPlan,
     numbers: std::ops::Range<u64>,
-    rng: &mut XorShift,
+    rng: &mut Rng,
 ) -> Result<()> {
     let mut missing: HashSet<u64> = numbers.clone().collect();
     let mut bytes = [0; BUFFER];
@@ -323,7 +323,7 @@ fn inward(
     peer: &PacketSocket,
     plan: &VhostNetPlan,
     numbers: std::ops::Range<u64>,
-    rng: &mut XorShift,
+    rng: &mut Rng,
 ) -> Result<()> {
     let mut missing: HashSet<u64> = numbers.clone().collect();
     let mut bytes = [0; BUFFER];

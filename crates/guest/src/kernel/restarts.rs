@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::driver::{KernelHandle, RingParts};
 use crate::error::{Result, fail};
-use crate::rng::XorShift;
+use crate::rng::Rng;
 
 /// Counts of the calls.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
@@ -33,7 +33,7 @@ pub fn run(
     pause: Duration,
     stop: &AtomicBool,
 ) -> Result<Restarts> {
-    let mut rng = XorShift::new(u64::from(seed), 6000);
+    let mut rng = Rng::new(u64::from(seed), 6000);
     let mut done = Restarts::default();
     while !stop.load(Ordering::Acquire) {
         std::thread::sleep(pause);

@@ -12,7 +12,7 @@ use super::thread::Drive;
 use super::{LoadPlan, SECTOR};
 use crate::driver::{Area, FRAME_HEAD, Queue, request, status};
 use crate::error::{Error, Kind, Result, fail};
-use crate::rng::XorShift;
+use crate::rng::Rng;
 use crate::stats::{Ops, SLOW_NS, Slow, SlowRequest, now_ns};
 use crate::verify::{Partition, Stamp, check_sectors, write_sectors};
 
@@ -85,7 +85,7 @@ struct Buffers {
     next: usize,
     /// Whether data starts at a random position, with room around it.
     framed: bool,
-    rng: XorShift,
+    rng: Rng,
 }
 
 impl Buffers {
@@ -96,7 +96,7 @@ impl Buffers {
             round: plan.buffers > plan.iodepth,
             next: 0,
             framed: plan.shuffle > 0,
-            rng: XorShift::new(u64::from(plan.seed), 2000 + stream),
+            rng: Rng::new(u64::from(plan.seed), 2000 + stream),
         }
     }
 

@@ -1,6 +1,6 @@
 //! The order of blocks, and whether each is read or written.
 
-use crate::rng::XorShift;
+use crate::rng::Rng;
 
 /// The access pattern, with fio's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,12 +64,12 @@ pub struct Pattern {
     cursor: u64,
     random: bool,
     read_share: u64,
-    rng: XorShift,
+    rng: Rng,
 }
 
 impl Pattern {
     /// Makes a pattern. `count` is not 0.
-    pub fn new(rw: Rw, read_percent: u8, first: u64, count: u64, rng: XorShift) -> Self {
+    pub fn new(rw: Rw, read_percent: u8, first: u64, count: u64, rng: Rng) -> Self {
         assert!(count > 0, "a pattern over no blocks");
         Self { first, count, cursor: 0, random: rw.is_random(), read_share: rw.read_share(read_percent), rng }
     }
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn sequential_goes_around() {
-        let mut p = Pattern::new(Rw::Write, 50, 10, 3, XorShift::new(1, 0));
+        let mut p = Pattern::new(Rw::Write, 50, 10, 3, Rng::new(1, 0));
         let blocks: Vec<_> = (0..4).map(|_| p.advance()).collect();
         assert_eq!(blocks, [(10, false), (11, false), (12, false), (10, false)]);
         assert_eq!((p.after(11), p.after(12)), (12, 10));
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn random_stays_within_and_mixes_as_asked() {
-        let mut p = Pattern::new(Rw::Randrw, 70, 100, 50, XorShift::new(9, 2));
+        let mut p = Pattern::new(Rw::Randrw, 70, 100, 50, Rng::new(9, 2));
         let mut seen = [0u32; 50];
         let reads = (0..50_000).filter(|_| {
             let (block, is_read) = p.advance();

@@ -278,7 +278,7 @@ impl Source<'_> {
 mod tests {
     use super::*;
     use crate::driver::{DEFAULT_BASE, Memory, RegionSpec};
-    use crate::rng::XorShift;
+    use crate::rng::Rng;
 
     #[test]
     fn chains_are_of_every_sort_and_the_same_for_a_seed() {
@@ -288,7 +288,7 @@ mod tests {
         let draw = |seed| {
             let bytes = if seed == 8 { corpus.clone() } else { vec![] };
             let mut source = Source {
-                rng: Draws::new(bytes.clone(), XorShift::new(seed, 0)),
+                rng: Draws::new(bytes.clone(), Rng::new(seed, 0)),
                 arena: &arena,
                 rings: [0x1000, 0x2000, 0x3000],
                 size: 64,

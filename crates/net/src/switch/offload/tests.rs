@@ -214,13 +214,8 @@ fn what_is_made_of_a_frame_is_bounded() {
 
 #[test]
 fn frames_that_lie_are_no_harm() {
-    let mut rng = 1u64;
-    let mut next = move || {
-        rng ^= rng << 13;
-        rng ^= rng >> 7;
-        rng ^= rng << 17;
-        rng
-    };
+    let mut rng = fastrand::Rng::with_seed(1);
+    let mut next = move || rng.u64(..);
     let mut made = Segments::default();
     let mut whole = 0;
     for _ in 0..20_000 {
