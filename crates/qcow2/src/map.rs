@@ -181,11 +181,6 @@ impl Map {
         self.directory.iter().filter(|part| part.get().is_some()).count()
     }
 
-    /// Returns the most bytes of memory that slices can take.
-    pub(crate) fn room_bytes(&self) -> u64 {
-        self.frames.len() as u64 * self.slice_bytes() as u64
-    }
-
     /// Returns whether so many slices are dirty that they should be written before more become
     /// dirty. Never true if there is room for all.
     pub(crate) fn is_crowded(&self) -> bool {

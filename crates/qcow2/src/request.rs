@@ -380,11 +380,6 @@ impl Request {
         }
     }
 
-    /// Returns whether it is in flight.
-    pub fn is_busy(&self) -> bool {
-        self.busy
-    }
-
     fn leave_epoch(&mut self, cx: &mut Context<'_>) {
         if let Some(epoch) = self.epoch.take() {
             cx.chain.top().epochs.exit(&cx.user.member, epoch);

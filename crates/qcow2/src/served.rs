@@ -336,11 +336,6 @@ impl Served {
         }
     }
 
-    /// Returns whether completed writes outlive this process without a flush.
-    pub fn has_journal(&self) -> bool {
-        self.journal.is_some()
-    }
-
     /// Returns the header that it was opened with.
     pub fn header(&self) -> &Header {
         &self.header
@@ -418,11 +413,6 @@ impl Served {
     /// Returns the number of slices of the map read so far.
     pub fn map_loads(&self) -> u64 {
         self.map.loads()
-    }
-
-    /// Returns the most bytes of memory that the map can take.
-    pub fn map_bytes(&self) -> u64 {
-        self.map.room_bytes()
     }
 
     /// Returns the end of the last cluster that was ever used, in bytes. The file need not be

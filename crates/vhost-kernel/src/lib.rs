@@ -261,12 +261,6 @@ impl Vhost {
         unsafe { self.set::<VHOST_SET_LOG_BASE, _>("VHOST_SET_LOG_BASE", None, user_addr) }
     }
 
-    /// VHOST_SET_LOG_FD: sets an eventfd that is signalled when something was logged.
-    pub fn set_log_fd(&self, fd: Option<BorrowedFd<'_>>) -> Result<()> {
-        // SAFETY: a file number.
-        unsafe { self.set::<VHOST_SET_LOG_FD, _>("VHOST_SET_LOG_FD", None, number(fd)) }
-    }
-
     /// VHOST_SET_VRING_NUM: sets the number of descriptors. EBUSY while the ring runs.
     pub fn set_vring_num(&self, index: u32, num: u32) -> Result<()> {
         let state = VringState { index, num };
