@@ -33,7 +33,10 @@ MARKS = {
 
 # Folders that take longest, so that a run with several processes starts with them. Those with few long tests come before
 # those with many short ones: a process takes its next tests while its last two have not ended yet.
-LONGEST = ("fuse", "net", "kernel", "kernel-relay", "guest", "guest-kill", "vmm-kill", "kill9", "qcow2", "backup", "snapshot", "image")
+LONGEST = ("kernel", "kernel-relay", "kernel-net", "fuse", "net", "guest", "guest-kill", "vmm-kill", "kill9", "qcow2", "backup", "snapshot", "image")
+
+# Folders that stay on one process together: they build the kernel module in the same place.
+TOGETHER = {"kernel-relay": "kernel", "kernel-net": "kernel"}
 
 # Folders whose files may run side by side. The files of the others share something: a setting of the kernel, a network.
 SPREAD = ("backup", "bad-input", "image", "net", "net-load", "qcow2", "snapshot")
@@ -91,10 +94,11 @@ def group_of(item):
 
 @pytest.hookimpl(tryfirst=True)  # before xdist puts the groups into the names
 def pytest_collection_modifyitems(items):
-    """Each folder, or file of SPREAD, stays on one process (`--dist loadgroup`), and the longest come first."""
+    """Each folder, or each file of one in SPREAD, stays on one process (`--dist loadgroup`), and the longest come first."""
     for item in items:
         name = group_of(item)
-        item.add_marker(pytest.mark.xdist_group(f"{name}-{item.path.stem}" if name in SPREAD else name))
+        place = f"{name}-{item.path.stem}" if name in SPREAD else TOGETHER.get(name, name)
+        item.add_marker(pytest.mark.xdist_group(place))
         for mark in MARKS.get(group_of(item), ()):
             item.add_marker(mark)
     order = {name: place for place, name in enumerate(LONGEST)}

@@ -10,9 +10,6 @@ import net_rig as n
 import pytest
 import rig as r
 
-# testpmd polls, which keeps a core busy.
-pytestmark = pytest.mark.serial
-
 FRAMES = 600
 SEED = 23
 
