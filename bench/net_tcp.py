@@ -17,7 +17,7 @@ import sys
 from net import Missing, namespace, verdict
 from server import TICK_HZ, StartError, child_setup
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "lib"))
 import rig as r  # noqa: E402
 import vm  # noqa: E402
 

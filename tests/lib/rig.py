@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import unittest
 from pathlib import Path
 
@@ -240,6 +239,7 @@ class Rig:
         """`signals`: a signal that would kill the program ends its children, too."""
         self.name = name
         self.children = []
+        # Counted by programs that are not tests. The folder is then kept.
         self.failed = 0
         self.dir = Path(tempfile.mkdtemp(prefix=f"vshunt-{name}."))
         self.memory = None
@@ -262,26 +262,6 @@ class Rig:
         path = Path(tempfile.mkdtemp(prefix=f"vshunt-{self.name}.", dir=shm))
         self.memory = path
         return path
-
-    def test(self, name, body):
-        """Run one test and print its result; true when it passed."""
-        start = time.monotonic()
-        try:
-            body()
-        except Skipped as e:
-            self.line(f"skip {name}: {one_line(e)}")
-            return False
-        except Failed as e:
-            self.failed += 1
-            self.line(f"not ok {name}: {one_line(e)}")
-            return False
-        except Exception as e:  # an error of the rig's own is a failure too
-            self.failed += 1
-            traceback.print_exc()
-            self.line(f"not ok {name}: {type(e).__name__}: {one_line(e)}")
-            return False
-        self.line(f"ok {name} ({time.monotonic() - start:.1f} s)")
-        return True
 
     @staticmethod
     def line(text):
@@ -307,21 +287,6 @@ class Rig:
 def one_line(error):
     """An error's text in one line, so that a result stays one."""
     return " | ".join(str(error).split("\n"))
-
-
-def main(name, tests):
-    """Run `tests(rig)` as the program `name` and exit: for those in tests/ that are not pytest's yet."""
-    rig = Rig(name)
-    try:
-        tests(rig)
-    except (Failed, Skipped) as e:
-        # Outside of any test: the set-up.
-        if isinstance(e, Failed):
-            rig.failed += 1
-        rig.line(f"{'skip' if isinstance(e, Skipped) else 'not ok'} {name}: {one_line(e)}")
-    finally:
-        rig.end()
-    sys.exit(1 if rig.failed else 0)
 
 
 class Repeating:

@@ -1,1 +1,0 @@
-lib/net_frames.py

@@ -1,1 +1,0 @@
-lib/stalls.py
