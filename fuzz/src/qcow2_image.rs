@@ -102,13 +102,13 @@ fn spoil(b: &mut Bytes<'_>, file: &Memory) {
 /// Opens an image for writing with a journal, writes a generation as a flush does, and closes it.
 fn serve(file: &Memory, generation: u64) -> qcow2::Result<()> {
     let id = [1; 16];
-    let mut begun = journal::begin(file, id)?;
-    begun.set_generation(generation);
-    file.write_at(0, begun.bytes()).map_err(qcow2::Error::io("cannot write the header"))?;
+    let mut open_header = journal::mark_open(file, id)?;
+    open_header.set_generation(generation);
+    file.write_at(0, open_header.bytes()).map_err(qcow2::Error::io("cannot write the header"))?;
     let header = Image::open(file)?.header().clone();
     let mark = journal::journal_of(&header);
     assert_eq!(mark, Some(Open::Journal { id, generation }), "a generation went astray");
-    journal::end(file)
+    journal::mark_closed(file)
 }
 
 /// Applies the other changes to an image, valid or not. An image that was clean stays clean.

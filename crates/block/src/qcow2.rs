@@ -139,7 +139,7 @@ impl Qcow2 {
             return Err(std::io::Error::from_raw_os_error(libc::EFBIG));
         }
         // A corrupt image does not grow, even if the corruption is found during this call.
-        let check = || match top.is_wrong() {
+        let check = || match top.is_corrupt() {
             true => Err(std::io::Error::from_raw_os_error(libc::EIO)),
             false => Ok(()),
         };
@@ -194,13 +194,13 @@ impl Qcow2 {
 
     /// Returns whether the metadata was found to be corrupt since the image was opened.
     pub(super) fn is_corrupt(&self) -> bool {
-        self.chain.top().is_wrong()
+        self.chain.top().is_corrupt()
     }
 
     /// Logs the corruption of the image once. Called after a request that failed.
     #[cold]
     fn log_corruption(&self) {
-        let Some((why, marked)) = self.chain.top().tell_wrong() else { return };
+        let Some((why, marked)) = self.chain.top().take_corruption() else { return };
         let shown = self.files[0].path().display();
         let mark = if marked { "it is marked as corrupt, " } else { "" };
         let text = format!(
@@ -245,7 +245,7 @@ impl Qcow2 {
         // Before the bitmaps, since they are changed only in an image that is not marked as open.
         if self.marked {
             let opened = plain().map_err(qcow2::Error::io("cannot open it"));
-            if let Err(e) = opened.and_then(|plain| qcow2::journal::end(&plain)) {
+            if let Err(e) = opened.and_then(|plain| qcow2::journal::mark_closed(&plain)) {
                 tracing::error!("the image stays marked as not closed, and is repaired next time: {e}");
                 return false;
             }

@@ -300,7 +300,6 @@ impl Fuzz {
         assert!(results.iter().all(|r| *r == 0), "{results:?}");
         for ask in &asks {
             let range = ask.offset as usize..(ask.offset + ask.len) as usize;
-            // SAFETY: as above.
             let bytes = || {
                 ask.segments
                     .iter()

@@ -19,7 +19,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::header::{INCOMPATIBLE_AT, SIZE_AT, incompatible};
-use crate::journal::Begun;
+use crate::journal::OpenHeader;
 
 /// The first bytes as they have to be in the image, a [unit](crate::served::Served::unit) of them.
 pub(crate) struct HeaderCopy {
@@ -30,11 +30,11 @@ pub(crate) struct HeaderCopy {
 
 /// The guarded state. The lock is held for a change or a copy, and no other lock is taken with it.
 struct State {
-    first: Begun,
+    first: OpenHeader,
     /// Grows with each change.
     version: u64,
     /// Writes started.
-    begun: u64,
+    started: u64,
     /// Writes in flight: of a flush, of a request that marks the image, of control.
     writing: Vec<Write>,
 }
@@ -54,8 +54,8 @@ pub(crate) type Copied = (Vec<u8>, u64);
 impl State {
     /// Starts a write of the present copy.
     fn start(&mut self) -> Copied {
-        self.begun += 1;
-        let (number, version) = (self.begun, self.version);
+        self.started += 1;
+        let (number, version) = (self.started, self.version);
         let over_older = self.writing.iter().any(|w| w.version < version);
         self.writing.push(Write { number, version, over_older });
         (self.first.bytes().to_vec(), number)
@@ -70,9 +70,9 @@ impl State {
 }
 
 impl HeaderCopy {
-    pub(crate) fn new(first: Begun) -> Self {
+    pub(crate) fn new(first: OpenHeader) -> Self {
         Self {
-            state: Mutex::new(State { first, version: 0, begun: 0, writing: Vec::new() }),
+            state: Mutex::new(State { first, version: 0, started: 0, writing: Vec::new() }),
             over: Condvar::new(),
         }
     }
@@ -82,7 +82,7 @@ impl HeaderCopy {
     }
 
     /// Changes the copy, and starts a write of it.
-    fn change(&self, f: impl FnOnce(&mut Begun)) -> Copied {
+    fn change(&self, f: impl FnOnce(&mut OpenHeader)) -> Copied {
         let mut state = self.lock();
         f(&mut state.first);
         state.version += 1;
@@ -151,13 +151,13 @@ impl HeaderCopy {
 mod tests {
     use super::*;
     use crate::create::{Options, create};
-    use crate::journal::begin;
+    use crate::journal::mark_open;
     use crate::memory::Memory;
 
     fn first() -> HeaderCopy {
         let file = Memory::new(Vec::new(), 64 << 20);
         create(&file, None, &Options::new(1 << 20), &mut |_, _| {}).unwrap();
-        HeaderCopy::new(begin(&file, [1; 16]).unwrap())
+        HeaderCopy::new(mark_open(&file, [1; 16]).unwrap())
     }
 
     const NO_TIME: Duration = Duration::ZERO;

@@ -39,7 +39,10 @@ mod recover;
 #[cfg(test)]
 mod tests;
 
-pub use self::recover::{Begun, Changes, Recovery, Refusal, begin, begin_without, end, journal_of, recover};
+pub use self::recover::{
+    Changes, OpenHeader, Recovery, Refusal, journal_of, mark_closed, mark_open, mark_open_without_journal,
+    recover,
+};
 
 use std::time::{Duration, Instant};
 
@@ -221,7 +224,7 @@ impl Journal {
 
     /// Makes a journal in `memory`, which is all zero. `id` is its random number. `boot` is the
     /// number of this run of the machine, so that a journal of another run is not accepted. The
-    /// image gets the number by [`begin`] afterwards.
+    /// image gets the number by [`mark_open`] afterwards.
     ///
     /// `None`: the memory is too small.
     pub fn new(memory: Box<dyn Words>, id: [u8; 16], boot: [u8; 16]) -> Option<Self> {

@@ -172,7 +172,7 @@ impl OverlapCheck {
         })
     }
 
-    pub(crate) fn is_wrong(&self) -> bool {
+    pub(crate) fn is_corrupt(&self) -> bool {
         self.wrong.get().is_some()
     }
 

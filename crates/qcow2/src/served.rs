@@ -16,7 +16,7 @@ use crate::epoch::{Epochs, Member};
 use crate::header::{Header, REFTABLE_BYTES_MAX, UNIT, autoclear, incompatible};
 use crate::header_copy::HeaderCopy;
 use crate::holes::Holes;
-use crate::journal::{Begun, Changes, Journal};
+use crate::journal::{Changes, Journal, OpenHeader};
 use crate::map::Map;
 use crate::overlap::OverlapCheck;
 use crate::{Error, FileId, Image, Result, Storage, Waker};
@@ -196,7 +196,7 @@ impl Served {
     /// Invalid tables, and those of the storage.
     pub fn open(storage: &dyn Storage, header: Header, settings: Settings) -> Result<Self> {
         let first = match settings.writable {
-            true => Some(HeaderCopy::new(Begun::of(storage, &header)?)),
+            true => Some(HeaderCopy::new(OpenHeader::of(storage, &header)?)),
             false => None,
         };
         let entry_words = to_usize(header.l2_entry_bytes()) / 8;
@@ -297,23 +297,23 @@ impl Served {
     }
 
     /// Uses this journal for changes of the map from now on. The journal was
-    /// [started](crate::journal::begin) in the image.
-    pub fn with_journal(self, journal: Journal, begun: Begun) -> Self {
+    /// [started](crate::journal::mark_open) in the image.
+    pub fn with_journal(self, journal: Journal, open_header: OpenHeader) -> Self {
         let journal = Some(journal.with_cluster(self.cluster_size()));
-        Self { journal, ..self.with_begun(begun) }
+        Self { journal, ..self.with_open_header(open_header) }
     }
 
     /// Sets the first bytes of an image that was marked after it was opened.
-    pub fn with_begun(self, begun: Begun) -> Self {
-        Self { header_copy: Some(HeaderCopy::new(begun)), ..self }
+    pub fn with_open_header(self, open_header: OpenHeader) -> Self {
+        Self { header_copy: Some(HeaderCopy::new(open_header)), ..self }
     }
 
     /// Reads the image's first bytes again, if it is not known whether the image was marked.
     ///
     /// # Errors
     /// Those of the storage.
-    pub fn begin_again(&mut self, storage: &dyn Storage) -> Result<()> {
-        self.header_copy = Some(HeaderCopy::new(Begun::of(storage, &self.header)?));
+    pub fn reload_open_header(&mut self, storage: &dyn Storage) -> Result<()> {
+        self.header_copy = Some(HeaderCopy::new(OpenHeader::of(storage, &self.header)?));
         Ok(())
     }
 
@@ -399,14 +399,14 @@ impl Served {
 
     /// Returns whether an error of its metadata was found since it was opened. It has to be
     /// repaired then.
-    pub fn is_wrong(&self) -> bool {
-        self.overlap.as_ref().is_some_and(|overlap| overlap.is_wrong())
+    pub fn is_corrupt(&self) -> bool {
+        self.overlap.as_ref().is_some_and(|overlap| overlap.is_corrupt())
     }
 
     /// Returns the error of its metadata that was found since it was opened, and whether the image
     /// is marked as corrupt. Requests that need that metadata fail. Returns it once, and not before
     /// the marking has ended. Takes no lock.
-    pub fn tell_wrong(&self) -> Option<(&str, bool)> {
+    pub fn take_corruption(&self) -> Option<(&str, bool)> {
         self.overlap.as_ref()?.take_error()
     }
 

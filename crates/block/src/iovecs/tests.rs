@@ -162,7 +162,7 @@ fn any_range_of_what_is_left() {
     let from: Vec<u8> = (100..109).collect();
     // SAFETY: the segments are in `memory`.
     unsafe { iov.scatter_range(3..12, &from) };
-    // SAFETY: as above.
+    // SAFETY: the segments are in `memory`.
     unsafe { iov.zero_range(12..13) };
     iov.clear();
     assert_eq!(memory[..5], [1, 1, 1, 100, 101]);

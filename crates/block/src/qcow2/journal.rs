@@ -10,7 +10,7 @@ use std::path::Path;
 
 use qcow2::Storage;
 use qcow2::header::{Header, Open, incompatible};
-use qcow2::journal::{self, Begun, Changes, Journal, Recovery, Refusal};
+use qcow2::journal::{self, Changes, Journal, OpenHeader, Recovery, Refusal};
 
 use super::journal_file::{BESIDE_READERS, EXCLUSIVE, JournalFile, READER_WAIT, WAIT, boot_id, new_id};
 use crate::file_storage::in_folder_of;
@@ -21,21 +21,21 @@ use crate::path_fd::open_image;
 ///
 /// # Errors
 /// The system's, if there is no space or no /dev/shm. The image is unchanged then.
-pub(super) fn begin(
+pub(super) fn start(
     image: &File,
     path: &Path,
     storage: &dyn Storage,
     header: &Header,
-) -> io::Result<(Journal, Begun, JournalFile)> {
+) -> io::Result<(Journal, OpenHeader, JournalFile)> {
     let (file, id, boot) = (JournalFile::of(image)?, new_id()?, boot_id()?);
     let memory = file.make(Journal::bytes(header.clusters()), image, path)?;
-    let begun = Journal::new(Box::new(memory), id, boot).ok_or_else(|| io::Error::other("it is too small"));
-    let begun = begun.and_then(|journal| {
-        let begun = journal::begin(storage, id).map_err(|e| io::Error::other(e.to_string()))?;
-        Ok((journal, begun))
+    let journal = Journal::new(Box::new(memory), id, boot).ok_or_else(|| io::Error::other("it is too small"));
+    let started = journal.and_then(|journal| {
+        let open_header = journal::mark_open(storage, id).map_err(|e| io::Error::other(e.to_string()))?;
+        Ok((journal, open_header))
     });
-    match begun {
-        Ok((journal, begun)) => Ok((journal, begun, file)),
+    match started {
+        Ok((journal, open_header)) => Ok((journal, open_header, file)),
         Err(e) => {
             file.remove();
             Err(e)

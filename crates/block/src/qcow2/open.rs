@@ -171,21 +171,23 @@ fn with_journal(
         }
     };
     if !stable && image.header().version >= 3 {
-        match journal::begin(file.image(), path, &plain, image.header()) {
-            Ok((journal, begun, place)) => return (image.with_journal(journal, begun), Some(place), true),
+        match journal::start(file.image(), path, &plain, image.header()) {
+            Ok((journal, open_header, place)) => {
+                return (image.with_journal(journal, open_header), Some(place), true);
+            }
             Err(e) => tracing::warn!(
                 "{shown} has no journal in /dev/shm ({e}): if vshunt is killed, writes since the last flush are lost, and the \
                  guest has to be restarted; where space is missing, free some, then remove the disk and add it again"
             ),
         }
     }
-    match qcow2::journal::begin_without(&plain, stable) {
-        Ok(begun) => (image.with_begun(begun), None, true),
+    match qcow2::journal::mark_open_without_journal(&plain, stable) {
+        Ok(open_header) => (image.with_open_header(open_header), None, true),
         Err(e) => {
             tracing::warn!("{}", unmarked(&shown, &e));
             // The mark may have been written nevertheless. If it cannot be read, the header of the
             // open is used.
-            if let Err(e) = image.begin_again(&plain) {
+            if let Err(e) = image.reload_open_header(&plain) {
                 tracing::debug!("{shown}: {e}");
             }
             (image, None, false)

@@ -9,13 +9,13 @@ use crate::{Error, Image, Result, Storage};
 /// The first bytes of an image that is open for writing. Flushes write the journal's generation
 /// there.
 #[derive(Clone, Debug)]
-pub struct Begun {
+pub struct OpenHeader {
     bytes: Vec<u8>,
     /// The offset of the generation in them. `None`: there is no journal.
     generation_at: Option<usize>,
 }
 
-impl Begun {
+impl OpenHeader {
     /// Reads the first bytes of an image without a journal.
     ///
     /// # Errors
@@ -50,7 +50,7 @@ impl Begun {
 /// # Errors
 /// An image of version 2, one that was not closed, a header without room or so long that the mark
 /// would not be in the first sector, and those of the storage.
-pub fn begin(file: &dyn Storage, id: [u8; 16]) -> Result<Begun> {
+pub fn mark_open(file: &dyn Storage, id: [u8; 16]) -> Result<OpenHeader> {
     let header = Image::open(file)?.header().clone();
     if header.version >= 3 && generation_at(&header).is_none() {
         return Err(Error::unsupported(
@@ -60,7 +60,7 @@ pub fn begin(file: &dyn Storage, id: [u8; 16]) -> Result<Begun> {
     }
     let header = mark(file, Open::Journal { id, generation: 0 })?;
     let generation_at = generation_at(&header).expect("a mark does not change the header's length");
-    Ok(Begun { generation_at: Some(generation_at), ..Begun::of(file, &header)? })
+    Ok(OpenHeader { generation_at: Some(generation_at), ..OpenHeader::of(file, &header)? })
 }
 
 /// Marks an image that was closed, of any version, and is written without a journal. Its reference
@@ -68,9 +68,9 @@ pub fn begin(file: &dyn Storage, id: [u8; 16]) -> Result<Begun> {
 /// can be missing.
 ///
 /// # Errors
-/// Those of [`begin`].
-pub fn begin_without(file: &dyn Storage, stable: bool) -> Result<Begun> {
-    mark(file, Open::Without { stable }).and_then(|header| Begun::of(file, &header))
+/// Those of [`mark_open`].
+pub fn mark_open_without_journal(file: &dyn Storage, stable: bool) -> Result<OpenHeader> {
+    mark(file, Open::Without { stable }).and_then(|header| OpenHeader::of(file, &header))
 }
 
 fn mark(file: &dyn Storage, open: Open) -> Result<Header> {
@@ -79,7 +79,7 @@ fn mark(file: &dyn Storage, open: Open) -> Result<Header> {
     // Other programs would not see the mark in an image of version 2, and would change it while a
     // journal exists.
     if header.is_open() || (header.version < 3 && !matches!(open, Open::Without { .. })) {
-        return Err(Error::invalid("only a version 3 image that was closed can begin a journal"));
+        return Err(Error::invalid("only a version 3 image that was closed can start a journal"));
     }
     let dirty = if header.version < 3 { 0 } else { incompatible::DIRTY };
     let mark = Some(Mark { open, untouched: true });
@@ -91,7 +91,7 @@ fn mark(file: &dyn Storage, open: Open) -> Result<Header> {
 ///
 /// # Errors
 /// Those of the storage.
-pub fn end(file: &dyn Storage) -> Result<()> {
+pub fn mark_closed(file: &dyn Storage) -> Result<()> {
     let mut image = Image::open(file)?;
     let header = image.header().clone();
     let incompatible = header.incompatible & !incompatible::DIRTY;

@@ -136,7 +136,7 @@ mod alone {
     fn records_that_name_what_is_behind_the_images_end_are_another_states() {
         for data in [false, true] {
             let (file, memory) = (image(), Memory::new(16));
-            begin(&file, ID).unwrap();
+            mark_open(&file, ID).unwrap();
             let journal = memory.journal().with_cluster(4096);
             let end = file.len().unwrap().next_multiple_of(4096);
             journal.put_table(0, end | COPIED);
@@ -148,7 +148,7 @@ mod alone {
             assert_eq!(recover(&file, &memory, BOOT).unwrap(), is);
         }
         let (file, memory) = (image(), Memory::new(16));
-        begin(&file, ID).unwrap();
+        mark_open(&file, ID).unwrap();
         memory.journal().put_table(0, file.len().unwrap().next_multiple_of(4096) | COPIED);
         assert_eq!(recover(&file, &memory, BOOT).unwrap(), refused(Refusal::RolledBack));
     }
@@ -156,7 +156,7 @@ mod alone {
     #[test]
     fn a_journal_of_an_earlier_version_is_refused() {
         let (file, memory) = (image(), Memory::new(16));
-        begin(&file, ID).unwrap();
+        mark_open(&file, ID).unwrap();
         memory.journal();
         // The former form: a number, and no generation.
         let len = u32::from_be_bytes(file.bytes()[100..104].try_into().unwrap()) as usize;
@@ -182,9 +182,9 @@ mod alone {
     fn the_mark_lies_in_the_first_sector_or_there_is_no_journal() {
         for len in [104, 112, 120, 480] {
             let file = image_with_header(len);
-            let mut begun = begin(&file, ID).unwrap();
-            begun.set_generation(7);
-            file.write_at(0, begun.bytes()).unwrap();
+            let mut header_bytes = mark_open(&file, ID).unwrap();
+            header_bytes.set_generation(7);
+            file.write_at(0, header_bytes.bytes()).unwrap();
             let header = Image::open(&file).unwrap().header().clone();
             assert_eq!(journal_of(&header), Some(Open::Journal { id: ID, generation: 7 }), "{len}");
         }
@@ -192,10 +192,10 @@ mod alone {
         for len in [488, 4064, 4072, 8192, (1 << 16) - 64] {
             let file = image_with_header(len);
             let before = file.bytes();
-            let why = begin(&file, ID).unwrap_err().to_string();
+            let why = mark_open(&file, ID).unwrap_err().to_string();
             assert!(why.contains("first 512 bytes"), "{len}: {why}");
             assert!(file.bytes() == before, "{len}: a refused image was changed");
-            begin_without(&file, false).unwrap();
+            mark_open_without_journal(&file, false).unwrap();
             assert!(Image::open(&file).unwrap().header().is_open());
         }
     }
@@ -217,8 +217,8 @@ mod alone {
             refused(Refusal::None),
             "a closed image lacks nothing"
         );
-        begin(&file, ID).unwrap();
-        assert!(begin(&file, ID).is_err(), "it was not closed");
+        mark_open(&file, ID).unwrap();
+        assert!(mark_open(&file, ID).is_err(), "it was not closed");
         let header = Image::open(&file).unwrap().header().clone();
         assert!(header.has(incompatible::DIRTY) && is_mine(&header));
         assert_eq!(
@@ -240,12 +240,12 @@ mod alone {
         let mut l2 = [0; 16];
         file.read_at(end + 24, &mut l2).unwrap();
         assert_eq!(l2[..8], ((end + 4096) | 1 << 63).to_be_bytes());
-        begin(&file, ID).unwrap();
+        mark_open(&file, ID).unwrap();
         end_of(&file, &before);
     }
 
     fn end_of(file: &memory::Memory, before: &[u8]) {
-        end(file).unwrap();
+        mark_closed(file).unwrap();
         assert_eq!(file.bytes()[..512], before[..512], "the header is what it was");
     }
 
@@ -253,13 +253,13 @@ mod alone {
     fn records_that_the_image_has_no_place_for_are_refused() {
         for record in [(0, 1), (1 << 40, 1)] {
             let (file, memory) = (image(), Memory::new(16));
-            begin(&file, ID).unwrap();
+            mark_open(&file, ID).unwrap();
             memory.journal().put(record.0, &[entry(4096 * record.1, 0)]);
             assert!(recover(&file, &memory, BOOT).is_err(), "{record:?}");
         }
         for (index, at) in [(1 << 40, 4096), (0, 0), (0, 512)] {
             let (file, memory) = (image(), Memory::new(16));
-            begin(&file, ID).unwrap();
+            mark_open(&file, ID).unwrap();
             memory.journal().put_table(index, at);
             assert!(recover(&file, &memory, BOOT).is_err(), "{index} {at}");
         }
@@ -268,7 +268,7 @@ mod alone {
     #[test]
     fn a_mark_that_another_moved_says_nothing() {
         let file = image();
-        begin(&file, ID).unwrap();
+        mark_open(&file, ID).unwrap();
         let mut first = file.bytes()[..4096].to_vec();
         // QEMU writes unknown extensions behind those that it knows.
         let len = u32::from_be_bytes(first[100..104].try_into().unwrap()) as usize;

@@ -24,11 +24,11 @@ fn fill(file: &Memory, options: &Options, seed: u64, clusters: u64) {
 fn an_image_that_was_not_closed_is_not_changed() {
     for version in [2, 3] {
         let file = new(&Options { version, ..Options::new(SIZE) });
-        journal::begin_without(&file, true).unwrap();
+        journal::mark_open_without_journal(&file, true).unwrap();
         let before = file.bytes();
         assert!(create(&mut open(&file), "s", (1, 7)).is_err(), "version {version}");
         assert!(file.bytes() == before);
-        journal::end(&file).unwrap();
+        journal::mark_closed(&file).unwrap();
         create(&mut open(&file), "s", (1, 7)).unwrap();
     }
 }

@@ -207,10 +207,10 @@ struct Sim {
 
 /// Opens an image that was closed or repaired.
 fn open(file: &File, shape: &Shape, shared: Option<&Shared>) -> Chain {
-    let begun = match shared {
-        Some(shared) => Some(journal::begin(file, shared.id).unwrap()),
+    let open_header = match shared {
+        Some(shared) => Some(journal::mark_open(file, shared.id).unwrap()),
         None => {
-            journal::begin_without(file, false).unwrap();
+            journal::mark_open_without_journal(file, false).unwrap();
             None
         }
     };
@@ -221,8 +221,8 @@ fn open(file: &File, shape: &Shape, shared: Option<&Shared>) -> Chain {
     let settings =
         Settings { file: 0, data, cache_bytes: Some(shape.cache_bytes), writable: true, room: false };
     let mut image = Served::open(file, header, settings).unwrap();
-    if let Some((shared, begun)) = shared.zip(begun) {
-        image = image.with_journal(shared.journal(), begun);
+    if let Some((shared, open_header)) = shared.zip(open_header) {
+        image = image.with_journal(shared.journal(), open_header);
     }
     Chain::new(Arc::new(image), below(shape))
 }
@@ -564,7 +564,7 @@ impl Sim {
         for _ in 0..3 {
             self.single(Op::Flush, 0, 0);
         }
-        journal::end(&self.files[0]).unwrap();
+        journal::mark_closed(&self.files[0]).unwrap();
         let bytes = self.files[0].bytes();
         assert!(!Header::parse(&bytes).unwrap().is_open(), "it is not marked as closed");
         let leaks = check::check(&bytes).unwrap_or_else(|e| panic!("at the end: {e}"));

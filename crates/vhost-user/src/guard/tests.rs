@@ -22,13 +22,14 @@ fn map(file: &std::fs::File, len: usize) -> Arc<Mapping> {
 }
 
 fn get(map: &Mapping, at: usize) -> u8 {
-    // SAFETY: inside of the mapping, which the test's threads alone use; past the file's end the
-    // guard answers.
+    // SAFETY: inside the mapping, which only the threads of this test use. The guard serves
+    // accesses behind the end of the file.
     unsafe { map.at(at).read_volatile() }
 }
 
 fn put(map: &Mapping, at: usize, byte: u8) {
-    // SAFETY: as above.
+    // SAFETY: inside the mapping, which only the threads of this test use. The guard serves
+    // accesses behind the end of the file.
     unsafe { map.at(at).write_volatile(byte) }
 }
 

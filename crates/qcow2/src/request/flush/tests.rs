@@ -4,7 +4,7 @@ use std::sync::{Arc, atomic::AtomicU64};
 
 use crate::create::Options;
 use crate::header::{Header, incompatible};
-use crate::journal::{Journal, Words, begin};
+use crate::journal::{Journal, Words, mark_open};
 use crate::memory::Memory;
 use crate::request::{Op, Step};
 use crate::testing::{
@@ -24,12 +24,12 @@ impl Words for Shared {
 /// Makes a disk with a journal.
 fn disk() -> Disk {
     let file = testing::new(&Options::new(1 << 20));
-    let begun = begin(&file, [1; 16]).unwrap();
+    let open_header = mark_open(&file, [1; 16]).unwrap();
     let header = Image::open(&file).unwrap().header().clone();
     let settings = Settings { file: 0, data: 0, cache_bytes: None, writable: true, room: true };
     let words = Shared((0..Journal::bytes(header.clusters()) / 8).map(|_| AtomicU64::new(0)).collect());
     let journal = Journal::new(Box::new(words), [1; 16], [2; 16]).unwrap();
-    let image = Arc::new(Served::open(&file, header, settings).unwrap().with_journal(journal, begun));
+    let image = Arc::new(Served::open(&file, header, settings).unwrap().with_journal(journal, open_header));
     let user = image.join();
     let other = || Rc::new(Memory::new(Vec::new(), 1 << 20));
     Disk { files: [Rc::new(file), other(), other()], chain: Chain::new(image, vec![]), user }

@@ -69,10 +69,10 @@ fn assert_refused(file: Memory, what: &str) {
             assert!(hit.is_none(), "{what}");
             assert_eq!(disk.run(op, pos, vec![9; 1 << 16], 1 << 16).0, EIO, "{what}, {op:?}");
         }
-        let (said, marked) = disk.chain.top().tell_wrong().expect("it was found");
+        let (said, marked) = disk.chain.top().take_corruption().expect("it was found");
         assert!(said.contains(what), "{said:?} does not name {what}");
         assert_eq!(marked, version >= 3);
-        assert_eq!(disk.chain.top().tell_wrong(), None, "it is said twice");
+        assert_eq!(disk.chain.top().take_corruption(), None, "it is said twice");
         let file = disk.close();
         assert!(without_mark(&file) == before, "{what} was written over by {op:?}");
         assert_eq!(header(&file).has(incompatible::CORRUPT), version >= 3, "{what}");
@@ -108,7 +108,7 @@ fn a_flag_without_a_place_is_none() {
     let mut disk = Disk::open(file, None);
     assert_eq!(disk.read(0, 512), [0; 512]);
     disk.write(0, &[9; 512]);
-    assert_eq!((disk.read(0, 512), disk.chain.top().tell_wrong()), (vec![9; 512], None));
+    assert_eq!((disk.read(0, 512), disk.chain.top().take_corruption()), (vec![9; 512], None));
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn counts_that_call_metadata_free() {
         let before = file.bytes();
         let mut disk = Disk::open(file, None);
         assert_eq!(disk.run(Op::Write, 5 * CLUSTER, vec![9; 512], 512).0, EIO, "{what}");
-        assert!(disk.chain.top().tell_wrong().unwrap().0.contains(what));
+        assert!(disk.chain.top().take_corruption().unwrap().0.contains(what));
         // Clusters that are allocated already need no counts.
         disk.write(0, &[7; 512]);
         let file = disk.close();
@@ -225,6 +225,6 @@ fn a_mark_and_a_size_do_not_take_each_other_back() {
         assert!(matches!(write.step, Step::Done(EIO)));
         let header = header(&disk.files[0]);
         assert!(header.size == SIZE && header.has(incompatible::CORRUPT), "{header:?}");
-        assert!(disk.chain.top().tell_wrong().unwrap().1, "it is marked");
+        assert!(disk.chain.top().take_corruption().unwrap().1, "it is marked");
     }
 }
