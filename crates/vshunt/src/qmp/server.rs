@@ -46,7 +46,7 @@ type Line = Arc<str>;
 
 struct Client {
     out: SyncSender<Line>,
-    stream: UnixStream,
+    stream: Arc<UnixStream>,
     /// Events go to clients that have negotiated.
     negotiated: Arc<AtomicBool>,
 }
@@ -124,7 +124,7 @@ impl Server {
         clients.closed = true;
         // Readers see the end of input; without them and without the map's senders, writers end
         // when done.
-        let streams: Vec<UnixStream> = clients
+        let streams: Vec<Arc<UnixStream>> = clients
             .map
             .drain()
             .map(|(_, client)| {
@@ -147,8 +147,16 @@ impl Shared {
     }
 }
 
+/// Accepts clients until [`Server::stop`].
+///
+/// One descriptor is kept in reserve. When all others are in use, a client can still connect, for
+/// example to free a worker.
 fn accept(shared: &Arc<Shared>, listener: &UnixListener) {
+    let mut reserve = None;
     loop {
+        if reserve.is_none() {
+            reserve = eventfd(0, EventfdFlags::CLOEXEC).ok();
+        }
         let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(&shared.wake, PollFlags::IN)];
         match poll(&mut fds, None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -163,14 +171,23 @@ fn accept(shared: &Arc<Shared>, listener: &UnixListener) {
         match listener.accept() {
             Ok((stream, _)) => start(shared, stream),
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            Err(e) if is_out_of_descriptors(&e) && reserve.take().is_some() => {
+                if let Ok((stream, _)) = listener.accept() {
+                    start(shared, stream);
+                }
+            }
             Err(e) => {
-                // Out of descriptors, most likely; the connection stays pending, so do not spin on
-                // it.
+                // The connection stays pending. The pause keeps this loop from spinning.
                 tracing::warn!("cannot accept a control client: {e}");
                 thread::sleep(Duration::from_millis(100));
             }
         }
     }
+}
+
+/// Returns whether the process or the system has no more descriptors.
+fn is_out_of_descriptors(e: &std::io::Error) -> bool {
+    matches!(Errno::from_io_error(e), Some(Errno::MFILE | Errno::NFILE))
 }
 
 fn start(shared: &Arc<Shared>, stream: UnixStream) {
@@ -181,7 +198,9 @@ fn start(shared: &Arc<Shared>, stream: UnixStream) {
 
 fn try_start(shared: &Arc<Shared>, stream: UnixStream) -> std::io::Result<()> {
     stream.set_nonblocking(false)?;
-    let (reading, writing) = (stream.try_clone()?, stream.try_clone()?);
+    // Shared rather than duplicated: a client uses one descriptor.
+    let stream = Arc::new(stream);
+    let (reading, writing) = (stream.clone(), stream.clone());
     let (out, lines) = sync_channel(OUT_QUEUE);
     let negotiated = Arc::new(AtomicBool::new(false));
     let id = {
@@ -189,7 +208,7 @@ fn try_start(shared: &Arc<Shared>, stream: UnixStream) -> std::io::Result<()> {
         if clients.closed || clients.map.len() >= CLIENTS_MAX {
             drop(clients);
             let why = format!("too many control clients; the limit is {CLIENTS_MAX}");
-            return (&stream).write_all(message::reply(None, Err(QmpError::generic(why))).as_bytes());
+            return (&*stream).write_all(message::reply(None, Err(QmpError::generic(why))).as_bytes());
         }
         let id = clients.next;
         clients.next += 1;
@@ -201,7 +220,8 @@ fn try_start(shared: &Arc<Shared>, stream: UnixStream) -> std::io::Result<()> {
     let writer = {
         let shared = Arc::clone(shared);
         move || {
-            write(writing, &lines);
+            write(&writing, &lines);
+            drop(writing);
             let mut clients = shared.lock();
             clients.writers -= 1;
             shared.gone.notify_all();
@@ -228,7 +248,7 @@ fn try_start(shared: &Arc<Shared>, stream: UnixStream) -> std::io::Result<()> {
     })
 }
 
-fn write(mut stream: UnixStream, lines: &Receiver<Line>) {
+fn write(mut stream: &UnixStream, lines: &Receiver<Line>) {
     while let Ok(line) = lines.recv() {
         if stream.write_all(line.as_bytes()).is_err() {
             break;
