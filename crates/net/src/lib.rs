@@ -33,10 +33,27 @@
 //! # Ok::<(), vshunt_types::error::Error>(())
 //! ```
 
+#![deny(
+    clippy::indexing_slicing,
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss
+)]
+#![cfg_attr(
+    test,
+    allow(
+        clippy::indexing_slicing,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss,
+        reason = "a failed test may panic"
+    )
+)]
 #![deny(clippy::multiple_unsafe_ops_per_block)]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 
 pub mod control;
+mod convert;
 mod counters;
 mod frames;
 pub mod negotiated;

@@ -5,6 +5,7 @@ use virtio::features::{VIRTIO_F_VERSION_1, bit};
 use virtio::net::*;
 use vshunt_virtqueue::FrameFormat;
 
+use crate::convert::len_u32;
 use crate::frames::PAIR_RINGS;
 use vshunt_tap::{HEADER_LONG, HEADER_SHORT, Offloads, Tap};
 
@@ -15,7 +16,7 @@ use vshunt_tap::{HEADER_LONG, HEADER_SHORT, Offloads, Tap};
 /// The setting that the tap does not support, in words.
 pub fn agree(tap: &Tap, features: u64) -> Result<FrameFormat, String> {
     let format = format(features);
-    let result = tap.set_header(format.header as u32).and_then(|()| tap.set_offloads(offloads(features)));
+    let result = tap.set_header(len_u32(format.header)).and_then(|()| tap.set_offloads(offloads(features)));
     result.map(|()| format).map_err(|e| e.to_string())
 }
 

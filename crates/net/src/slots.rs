@@ -4,6 +4,8 @@
 //! never chooses it. So a number out of range is a bug of this program, and the two functions panic
 //! as an index does.
 
+use crate::convert::low_u16;
+
 /// Returns the element of `number`.
 #[inline]
 #[expect(clippy::indexing_slicing, reason = "the caller gave out the number, see the module")]
@@ -22,5 +24,5 @@ pub(crate) fn slot_mut<T>(table: &mut [T], number: u16) -> &mut T {
 #[inline]
 pub(crate) fn number(count: usize) -> u16 {
     debug_assert!(u16::try_from(count).is_ok(), "a queue has at most 32,768 slots");
-    (count & 0xFFFF) as u16
+    low_u16(count as u64)
 }

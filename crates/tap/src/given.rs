@@ -61,28 +61,27 @@ impl Given {
     pub(super) fn new(fds: Vec<OwnedFd>) -> Result<Self> {
         let numbers: Vec<i32> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         let files: Vec<File> = fds.into_iter().map(File::from).collect();
-        let Some(first) = files.first() else {
+        let (Some(first), Some(first_number)) = (files.first(), numbers.first()) else {
             return Err(Error::invalid("no descriptor is given; a tap has one queue at least"));
         };
-        let tap = inspect(first, numbers[0])?;
+        let tap = inspect(first, *first_number)?;
         for (at, (file, number)) in files.iter().zip(&numbers).enumerate().skip(1) {
             if inspect(file, *number)? != tap {
                 return Err(Error::invalid(format!(
-                    "descriptors {} and {number} are not of the same tap, opened the same way; each network has one",
-                    numbers[0]
+                    "descriptors {first_number} and {number} are not of the same tap, opened the same way; each network has one"
                 )));
             }
-            if let Some(same) = files[..at].iter().position(|other| same_file(file, other)) {
+            let mut before = files.iter().zip(&numbers).take(at);
+            if let Some((_, same)) = before.find(|(other, _)| same_file(file, other)) {
                 return Err(Error::invalid(format!(
-                    "descriptors {} and {number} are the same queue; open the tap once more for each",
-                    numbers[same]
+                    "descriptors {same} and {number} are the same queue; open the tap once more for each"
                 )));
             }
         }
         if files.len() > 1 && !tap.multi_queue {
             return Err(Error::unsupported(format!(
-                "descriptor {} is of {}, a tap with one queue; give no other, or open all with IFF_MULTI_QUEUE",
-                numbers[0], tap.name
+                "descriptor {first_number} is of {}, a tap with one queue; give no other, or open all with IFF_MULTI_QUEUE",
+                tap.name
             )));
         }
         for (file, number) in files.iter().zip(&numbers) {
@@ -94,8 +93,7 @@ impl Given {
             && link.packet_information
         {
             return Err(Error::invalid(format!(
-                "descriptor {} has packet information before each frame; open it with IFF_NO_PI",
-                numbers[0]
+                "descriptor {first_number} has packet information before each frame; open it with IFF_NO_PI"
             )));
         }
         Ok(Self { name: tap.name, macvtap: tap.macvtap, multi_queue: tap.multi_queue, files, links })

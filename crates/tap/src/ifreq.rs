@@ -31,6 +31,10 @@ pub(super) const IFF_DETACH_QUEUE: u16 = 0x0400;
 pub(super) const IFF_NO_PI: u16 = 0x1000;
 pub(super) const IFF_VNET_HDR: u16 = 0x4000;
 
+/// The field of struct ifreq has 16 bits.
+const IFF_UP: u16 = 1;
+const _: () = assert!(IFF_UP as libc::c_int == libc::IFF_UP);
+
 /// Bytes of struct ifreq on 64-bit systems: the name, and a union of 24.
 const IFREQ_BYTES: usize = 40;
 
@@ -47,8 +51,8 @@ impl IfReq {
     fn new(name: &str) -> Self {
         let mut req = Self { name: [0; libc::IFNAMSIZ], value: [0; IFREQ_BYTES - libc::IFNAMSIZ] };
         // The last byte stays zero.
-        let n = name.len().min(libc::IFNAMSIZ - 1);
-        req.name[..n].copy_from_slice(&name.as_bytes()[..n]);
+        let room = req.name.iter_mut().take(libc::IFNAMSIZ - 1);
+        room.zip(name.as_bytes()).for_each(|(to, from)| *to = *from);
         req
     }
 
@@ -143,13 +147,13 @@ pub(super) fn set_int(tap: impl AsFd, code: libc::Ioctl, value: libc::c_int) -> 
 
 /// SIOCSIFMTU, on a socket in the interface's namespace.
 pub(super) fn set_mtu(socket: impl AsFd, name: &str, mtu: u32) -> io::Result<()> {
-    IfReq::new(name).with_number(mtu as i32).call(socket, libc::SIOCSIFMTU)
+    IfReq::new(name).with_number(mtu.cast_signed()).call(socket, libc::SIOCSIFMTU)
 }
 
 /// Sets IFF_UP, on a socket in the interface's namespace.
 pub(super) fn set_up(socket: impl AsFd, name: &str) -> io::Result<()> {
     let mut req = IfReq::new(name);
     req.call(&socket, libc::SIOCGIFFLAGS)?;
-    let flags = req.flags() | libc::IFF_UP as u16;
+    let flags = req.flags() | IFF_UP;
     req.with_flags(flags).call(&socket, libc::SIOCSIFFLAGS)
 }

@@ -41,9 +41,26 @@
 //! must never happen: an adopted interface is removed, or an interface that another program uses is
 //! adopted.
 
+#![deny(
+    clippy::indexing_slicing,
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss
+)]
+#![cfg_attr(
+    test,
+    allow(
+        clippy::indexing_slicing,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss,
+        reason = "a failed test may panic"
+    )
+)]
 #![deny(clippy::multiple_unsafe_ops_per_block)]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 
+mod convert;
 mod given;
 mod ifreq;
 mod links;

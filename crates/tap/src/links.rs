@@ -12,6 +12,7 @@ use vshunt_types::sync::Locked;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socket_with};
 use vshunt_types::spec::NetCounters as Counters;
 
+use crate::convert::{len_u16, len_u32};
 use crate::ifreq;
 
 // linux/netlink.h, linux/rtnetlink.h
@@ -104,14 +105,14 @@ impl Links {
         let mut answer = vec![0; ANSWER_BYTES];
         loop {
             let (_, len) = recv(&self.socket, &mut answer[..], RecvFlags::DONTWAIT)?;
-            let message = &answer[..len.min(ANSWER_BYTES)];
+            let message = answer.get(..len).unwrap_or(&answer);
             // The answer of an earlier request that was not read.
             if number(message, 8) != Some(*last) {
                 continue;
             }
             return match (half(message, 4), number(message, HEADER_BYTES)) {
                 (Some(RTM_NEWLINK), _) => Ok(Link::of(message)),
-                (Some(NLMSG_ERROR), Some(errno)) => match -(errno as i32) {
+                (Some(NLMSG_ERROR), Some(errno)) => match -errno.cast_signed() {
                     libc::ENODEV => Ok(None),
                     errno => Err(io::Error::from_raw_os_error(errno)),
                 },
@@ -134,7 +135,7 @@ fn request_message(index: i32, name: Option<&str>, number: u32) -> Vec<u8> {
     let attribute = name.map_or(0, |name| ATTRIBUTE_BYTES + name.len() + 1);
     let len = HEADER_BYTES + IFINFO_BYTES + attribute.next_multiple_of(4);
     let mut message = Vec::with_capacity(len);
-    message.extend((len as u32).to_ne_bytes());
+    message.extend(len_u32(len).to_ne_bytes());
     message.extend(RTM_GETLINK.to_ne_bytes());
     message.extend(NLM_F_REQUEST.to_ne_bytes());
     message.extend(number.to_ne_bytes());
@@ -143,7 +144,7 @@ fn request_message(index: i32, name: Option<&str>, number: u32) -> Vec<u8> {
     message.extend(index.to_ne_bytes());
     message.extend([0; IFINFO_BYTES - 8]);
     if let Some(name) = name {
-        message.extend((attribute as u16).to_ne_bytes());
+        message.extend(len_u16(attribute).to_ne_bytes());
         message.extend(IFLA_IFNAME.to_ne_bytes());
         message.extend(name.as_bytes());
     }
@@ -154,7 +155,7 @@ fn request_message(index: i32, name: Option<&str>, number: u32) -> Vec<u8> {
 impl Link {
     /// Parses an RTM_NEWLINK.
     fn of(message: &[u8]) -> Option<Self> {
-        let index = number(message, HEADER_BYTES + 4)? as i32;
+        let index = number(message, HEADER_BYTES + 4)?.cast_signed();
         let all = message.get(HEADER_BYTES + IFINFO_BYTES..)?;
         let info = attribute(all, IFLA_LINKINFO).unwrap_or_default();
         let kind = match attribute(info, IFLA_INFO_KIND) {
@@ -174,7 +175,7 @@ impl Link {
             kind,
             address: attribute(all, IFLA_ADDRESS).and_then(|bytes| bytes.try_into().ok()),
             mtu: number(attribute(all, IFLA_MTU)?, 0)?,
-            master: attribute(all, IFLA_MASTER).and_then(|bytes| number(bytes, 0)).map(|index| index as i32),
+            master: attribute(all, IFLA_MASTER).and_then(|bytes| number(bytes, 0)).map(u32::cast_signed),
             queues,
             packet_information: kind == LinkKind::Tun
                 && attribute(data, IFLA_TUN_PI).is_some_and(|bytes| bytes != [0]),
@@ -188,15 +189,17 @@ impl Link {
 fn counters(stats: &[u8], kind: LinkKind) -> Option<Counters> {
     let at = |index: usize| Some(u64::from_ne_bytes(stats.get(8 * index..8 * index + 8)?.try_into().ok()?));
     // Both directions, receive first: packets, bytes, (errors,) dropped.
-    let (packets, bytes, dropped) = ([at(0)?, at(1)?], [at(2)?, at(3)?], [at(6)?, at(7)?]);
-    let (from, to) = if kind == LinkKind::Macvtap { (1, 0) } else { (0, 1) };
+    let (received, sent) = ([at(0)?, at(2)?, at(6)?], [at(1)?, at(3)?, at(7)?]);
+    let (from, to) = if kind == LinkKind::Macvtap { (sent, received) } else { (received, sent) };
+    let [from_guest_packets, from_guest_bytes, from_guest_dropped] = from;
+    let [to_guest_packets, to_guest_bytes, to_guest_dropped] = to;
     Some(Counters {
-        from_guest_packets: packets[from],
-        from_guest_bytes: bytes[from],
-        from_guest_dropped: dropped[from],
-        to_guest_packets: packets[to],
-        to_guest_bytes: bytes[to],
-        to_guest_dropped: dropped[to],
+        from_guest_packets,
+        from_guest_bytes,
+        from_guest_dropped,
+        to_guest_packets,
+        to_guest_bytes,
+        to_guest_dropped,
     })
 }
 

@@ -8,6 +8,7 @@ use vshunt_types::sync::Locked;
 
 use vshunt_types::error::{Error, Result};
 
+use crate::convert::len_u16;
 use crate::ifreq;
 
 /// Most frames that one [`TapQueue::discard`] drops: a few times the capacity of a queue.
@@ -172,7 +173,7 @@ impl TapQueue {
     /// [`Tap::order`](crate::Tap::order).
     pub fn index(&self) -> Option<u16> {
         let place = self.order.change(|attached| attached.iter().position(|number| *number == self.number));
-        place.map(|at| at as u16)
+        place.map(len_u16)
     }
 
     fn set(&self, on: bool) -> Result<()> {

@@ -12,6 +12,8 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use vshunt_types::error::Error;
 pub use vshunt_types::spec::Steering;
 
+use crate::convert::{halves, len_u32, low_u16};
+
 /// The type of a socket filter. The numbers are those of `<linux/bpf.h>`.
 const PROG_TYPE_SOCKET_FILTER: u32 = 1;
 const BPF_PROG_LOAD: libc::c_int = 5;
@@ -135,8 +137,9 @@ impl Program {
 
     /// Multiplies by a factor that does not fit into another instruction. R1 is overwritten.
     fn spread(&mut self, dst: u8, by: u64) {
-        self.k(LD_IMM64, R1, by as i32);
-        self.k(0, 0, (by >> 32) as i32);
+        let [low, high] = halves(by);
+        self.k(LD_IMM64, R1, low);
+        self.k(0, 0, high);
         self.x(MUL_X, dst, R1);
     }
 
@@ -153,7 +156,9 @@ impl Program {
     fn done(mut self) -> Vec<Insn> {
         for (from, label) in self.jumps {
             let (_, to) = self.labels.iter().find(|(l, _)| *l == label).expect("each label is set");
-            self.code[from].off = (*to as isize - from as isize - 1) as i16;
+            if let Some(jump) = self.code.get_mut(from) {
+                jump.off = low_u16(to.wrapping_sub(from + 1)).cast_signed();
+            }
         }
         self.code
     }
@@ -296,7 +301,7 @@ fn load_program(code: &[Insn]) -> io::Result<OwnedFd> {
     prog_name[..7].copy_from_slice(b"vs_tapq");
     let attr = LoadAttr {
         prog_type: PROG_TYPE_SOCKET_FILTER,
-        insn_cnt: code.len() as u32,
+        insn_cnt: len_u32(code.len()),
         insns: code.as_ptr() as u64,
         // It calls no function that is only for GPL programs.
         license: c"MIT".as_ptr() as u64,
@@ -311,9 +316,9 @@ fn load_program(code: &[Insn]) -> io::Result<OwnedFd> {
     // the layout of struct bpf_insn, and a license that ends with a zero byte. All three outlive
     // the call.
     let fd = unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_LOAD, &raw const attr, size_of::<LoadAttr>()) };
-    match fd {
+    match libc::c_int::try_from(fd) {
         // SAFETY: the call returned a new descriptor (close-on-exec), which nothing else owns.
-        0.. => Ok(unsafe { OwnedFd::from_raw_fd(fd as libc::c_int) }),
+        Ok(fd @ 0..) => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
         _ => Err(io::Error::last_os_error()),
     }
 }

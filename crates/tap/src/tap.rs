@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::sync::Locked;
 
+use crate::convert::len_u16;
 use crate::given::Given;
 use crate::links::{LinkKind, Links};
 use crate::netns::Netns;
@@ -99,7 +100,7 @@ impl Tap {
             let cannot = |e| Error::io(format!("tap {name} was made and cannot be set up"), e);
             links.set_up(name).map_err(cannot)?;
         }
-        open::set_rights(name, macvtap, tap.state().queues[0].as_fd(), options)?;
+        open::set_rights(name, macvtap, tap.state().first().as_fd(), options)?;
         Ok(tap)
     }
 
@@ -124,7 +125,7 @@ impl Tap {
         let (source, state) = (Source::Given, State::new(queues));
         let tap = Self { name, made: false, macvtap, multi_queue, uso: false, source, links, order, state };
         let tap = tap.with_options(options)?;
-        open::set_rights(&tap.name, macvtap, tap.state().queues[0].as_fd(), options)?;
+        open::set_rights(&tap.name, macvtap, tap.state().first().as_fd(), options)?;
         Ok(tap)
     }
 
@@ -136,7 +137,7 @@ impl Tap {
         self.apply_offloads(&self.state(), Offloads::default())?;
         self.set_header(HEADER_SHORT)?;
         self.set_steering(options.steering)?;
-        open::set_address(&self.name, self.state().queues[0].as_fd(), options)?;
+        open::set_address(&self.name, self.state().first().as_fd(), options)?;
         Ok(self)
     }
 
@@ -171,12 +172,12 @@ impl Tap {
 
     /// Returns whether its interface still exists. Another program may remove it.
     pub fn is_there(&self) -> bool {
-        ifreq::joined(&*self.state().queues[0]).is_ok()
+        ifreq::joined(self.state().first()).is_ok()
     }
 
     /// Returns the number of open queues.
     pub fn open_queues(&self) -> u16 {
-        self.state().queues.len() as u16
+        len_u16(self.state().queues.len())
     }
 
     /// Returns the attached queues, by their numbers in [`Tap::queues`], in the order of the kernel
@@ -207,7 +208,7 @@ impl Tap {
             }
             state.queues.push(Arc::new(queue));
         }
-        Ok(state.queues[..usize::from(count)].to_vec())
+        Ok(state.queues.iter().take(count.into()).cloned().collect())
     }
 
     /// Sets the length of the header before each frame, for all queues: [`HEADER_SHORT`] or
@@ -222,13 +223,13 @@ impl Tap {
         }
         // The interface has one value for all files. For a macvtap each file has its own.
         let files = if self.macvtap { state.queues.len() } else { 1 };
-        state.queues[..files].iter().try_for_each(|queue| self.apply_header(queue, bytes))?;
+        state.queues.iter().take(files).try_for_each(|queue| self.apply_header(queue, bytes))?;
         state.header = bytes;
         Ok(())
     }
 
     fn apply_header(&self, queue: &TapQueue, bytes: u32) -> Result<()> {
-        ifreq::set_int(queue, ifreq::TUNSETVNETHDRSZ, bytes as i32)
+        ifreq::set_int(queue, ifreq::TUNSETVNETHDRSZ, bytes.cast_signed())
             .map_err(|e| Error::io(format!("tap {} cannot have headers of {bytes} bytes", self.name), e))
     }
 
@@ -246,8 +247,8 @@ impl Tap {
     }
 
     fn apply_offloads(&self, state: &State, offloads: Offloads) -> Result<()> {
-        ifreq::set_number(&*state.queues[0], ifreq::TUNSETOFFLOAD, offloads.bits().into()).map_err(
-            |e| match e.raw_os_error() {
+        ifreq::set_number(state.first(), ifreq::TUNSETOFFLOAD, offloads.bits().into()).map_err(|e| {
+            match e.raw_os_error() {
                 Some(libc::EBADFD) => Error::io(
                     format!("interface {} is gone; remove the network, and add it again", self.name),
                     e,
@@ -256,8 +257,8 @@ impl Tap {
                     format!("tap {} cannot be told which checksums and segments its guest takes", self.name),
                     e,
                 ),
-            },
-        )
+            }
+        })
     }
 
     /// Returns how the queue of a frame is chosen.
@@ -276,11 +277,8 @@ impl Tap {
             return Ok(());
         }
         let program = steering::load(steering).map_err(|e| steering::explain(steering, e))?;
-        let set = ifreq::set_int(
-            &*state.queues[0],
-            ifreq::TUNSETSTEERINGEBPF,
-            steering::argument(program.as_ref()),
-        );
+        let set =
+            ifreq::set_int(state.first(), ifreq::TUNSETSTEERINGEBPF, steering::argument(program.as_ref()));
         set.map_err(|e| match e.raw_os_error() {
             Some(libc::EINVAL | libc::ENOTTY) => Error::unsupported(format!(
                 "interface {} takes no program for steering={steering}: a tap does, of Linux 4.16 or later, and no macvtap; \
@@ -353,8 +351,9 @@ impl Tap {
     pub fn inject(&self, frame: &[u8]) -> Result<()> {
         let state = self.state();
         let header = [0; HEADER_LONG as usize];
-        let parts = [IoSlice::new(&header[..state.header as usize]), IoSlice::new(frame)];
-        match rustix::io::writev(&*state.queues[0], &parts) {
+        let parts =
+            [IoSlice::new(header.get(..state.header as usize).unwrap_or(&header)), IoSlice::new(frame)];
+        match rustix::io::writev(state.first(), &parts) {
             Ok(_) => Ok(()),
             Err(e) => {
                 Err(Error::io(format!("tap {} does not take a frame (is it up?)", self.name), e.into()))
@@ -378,6 +377,11 @@ impl State {
         let queues = queues.into_iter().map(Arc::new).collect();
         // The header of an adopted interface is not known.
         Mutex::new(Self { queues, header: 0, offloads: Offloads::default(), steering: Steering::Auto })
+    }
+
+    #[expect(clippy::indexing_slicing, reason = "both constructors of a tap make at least one queue")]
+    fn first(&self) -> &TapQueue {
+        &self.queues[0]
     }
 }
 

@@ -16,10 +16,13 @@ use std::hash::{BuildHasher, Hasher};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 use super::PORTS_MAX;
+use crate::convert::{len_u32, low_u16};
+use crate::slots::slot;
 
 /// Number of sets, a power of two, and entries of each.
 const SET_BITS: u32 = 10;
 const SETS: usize = 1 << SET_BITS;
+const _: () = assert!(SET_BITS <= u16::BITS);
 const WAYS: usize = 8;
 /// Addresses that the table has room for.
 pub const MACS_MAX: usize = SETS * WAYS;
@@ -83,8 +86,8 @@ struct Entry {
     seen_s: AtomicU32,
 }
 
-fn port_of(word: u64) -> usize {
-    (word & (KNOWN - 1)) as usize
+fn port_of(word: u64) -> u16 {
+    low_u16(word & (KNOWN - 1))
 }
 
 impl Entry {
@@ -106,7 +109,7 @@ impl Entry {
 
     fn is_of_port(&self, port: u16) -> bool {
         let word = self.word();
-        word != 0 && port_of(word) == usize::from(port)
+        word != 0 && port_of(word) == port
     }
 }
 
@@ -124,32 +127,35 @@ const NOWHERE: u32 = u32::MAX;
 impl Learnt {
     /// Makes the list of a port that may have `limit` addresses, at least one.
     pub(super) fn new(limit: u32) -> Self {
-        let limit = limit.clamp(1, MACS_MAX as u32);
+        let limit = limit.clamp(1, len_u32(MACS_MAX));
         Self { places: (0..limit).map(|_| AtomicU32::new(NOWHERE)).collect(), next: AtomicUsize::new(0) }
     }
 
     /// Returns the limit.
     pub(super) fn limit(&self) -> u32 {
-        self.places.len() as u32
+        len_u32(self.places.len())
     }
 
     /// Stores an entry. Returns the entry that it replaces. If that belongs to the port, the port
     /// has to give it up.
-    fn note(&self, entry: usize, seen_s: impl Fn(u32) -> Option<u32>) -> u32 {
-        let count = self.places.len();
-        let start = self.next.fetch_add(1, Relaxed) % count;
-        let mut oldest = (start, u32::MAX);
-        for at in (start..start + PLACES_SEARCHED.min(count)).map(|at| at % count) {
-            match seen_s(self.places[at].load(Relaxed)) {
+    fn note(&self, entry: u32, seen_s: impl Fn(u32) -> Option<u32>) -> u32 {
+        let start = self.next.fetch_add(1, Relaxed) % self.places.len();
+        let (before, after) = self.places.split_at(start);
+        let mut oldest: Option<(&AtomicU32, u32)> = None;
+        for place in after.iter().chain(before).take(PLACES_SEARCHED) {
+            match seen_s(place.load(Relaxed)) {
                 None => {
-                    oldest = (at, 0);
+                    oldest = Some((place, 0));
                     break;
                 }
-                Some(seen_s) if seen_s < oldest.1 => oldest = (at, seen_s),
+                Some(seen_s) if oldest.is_none_or(|(_, least)| seen_s < least) => {
+                    oldest = Some((place, seen_s));
+                }
                 Some(_) => {}
             }
         }
-        self.places[oldest.0].swap(entry as u32, Relaxed)
+        // There is at least one place.
+        oldest.map_or(NOWHERE, |(place, _)| place.swap(entry, Relaxed))
     }
 }
 
@@ -171,7 +177,7 @@ fn inverse(odd: u64) -> u64 {
 
 /// See the module.
 pub(super) struct Macs {
-    sets: Box<[[Entry; WAYS]]>,
+    sets: Box<[[Entry; WAYS]; SETS]>,
     /// Entries of each port.
     counts: Box<[AtomicU32]>,
     secret: u64,
@@ -179,22 +185,31 @@ pub(super) struct Macs {
 
 impl Macs {
     pub(super) fn new() -> Self {
+        let sets: Box<[[Entry; WAYS]]> = (0..SETS).map(|_| Default::default()).collect();
         Self {
-            sets: (0..SETS).map(|_| Default::default()).collect(),
+            sets: sets.try_into().unwrap_or_else(|_| unreachable!("it has SETS elements")),
             counts: (0..PORTS_MAX).map(|_| AtomicU32::new(0)).collect(),
             secret: RandomState::new().build_hasher().finish(),
         }
     }
 
-    /// Returns the set of a station, and the word's upper bits. The key is scattered by steps that
-    /// can be inverted (a shift, an odd factor). So the two together identify the station.
+    /// Returns the set with this number.
+    #[inline(always)]
+    #[expect(clippy::indexing_slicing, reason = "the remainder is less than the length of the array")]
+    fn set(&self, number: usize) -> &[Entry; WAYS] {
+        &self.sets[number % SETS]
+    }
+
+    /// Returns the number of the set of a station, and the word's upper bits. The key is scattered
+    /// by steps that can be inverted (a shift, an odd factor). So the two together identify the
+    /// station.
     fn place(&self, address: Address, vlan: u16) -> (usize, u64) {
         let mut key = (address.0 | u64::from(vlan) << 48) ^ (self.secret & KEY_MASK);
         for factor in self.factors() {
             key = (key ^ key >> 31).wrapping_mul(factor) & KEY_MASK;
         }
         key ^= key >> 31;
-        (key as usize % SETS, key >> SET_BITS << TAG_SHIFT | KNOWN)
+        (usize::from(low_u16(key)) % SETS, key >> SET_BITS << TAG_SHIFT | KNOWN)
     }
 
     fn factors(&self) -> [u64; 2] {
@@ -212,17 +227,17 @@ impl Macs {
             key ^= key >> 31;
         }
         key ^= self.secret & KEY_MASK;
-        (Address(key & ((1 << 48) - 1)), (key >> 48) as u16)
+        (Address(key & ((1 << 48) - 1)), low_u16(key >> 48))
     }
 
     /// Returns the port of a station in a VLAN.
     pub(super) fn find(&self, address: Address, vlan: u16, now_s: u32) -> Option<u16> {
         let (set, tag) = self.place(address, vlan);
-        let entry = self.sets[set].iter().find(|entry| entry.word() & !(KNOWN - 1) == tag)?;
+        let entry = self.set(set).iter().find(|entry| entry.word() & !(KNOWN - 1) == tag)?;
         let word = entry.word();
         // The second read may find another station there.
         let same = word & !(KNOWN - 1) == tag && !entry.is_old(now_s);
-        same.then(|| port_of(word) as u16)
+        same.then(|| port_of(word))
     }
 
     /// Records that a station of a VLAN sent a frame by a port, whose list is `own`.
@@ -233,9 +248,8 @@ impl Macs {
         }
         let (set, tag) = self.place(address, vlan);
         let word = tag | u64::from(port);
-        match self.sets[set].iter().position(|entry| entry.word() & !(KNOWN - 1) == tag) {
-            Some(way) => {
-                let entry = &self.sets[set][way];
+        match self.set(set).iter().enumerate().find(|(_, entry)| entry.word() & !(KNOWN - 1) == tag) {
+            Some((way, entry)) => {
                 let old = entry.word();
                 if old != word {
                     return self.change((set, way), old, word, own, now_s);
@@ -252,37 +266,37 @@ impl Macs {
     /// Finds a place for a station that is new.
     #[cold]
     fn add(&self, set: usize, word: u64, own: &Learnt, now_s: u32) {
-        let entries = &self.sets[set];
-        let way = entries.iter().position(|entry| entry.is_free(now_s)).or_else(|| {
-            let share = |port: usize| self.counts[port].load(Relaxed);
+        let entries = self.set(set);
+        let ways = || entries.iter().enumerate();
+        let found = ways().find(|(_, entry)| entry.is_free(now_s)).or_else(|| {
+            let share = |port| self.count(port);
             let port = port_of(word);
             let most = entries.iter().map(|entry| port_of(entry.word())).max_by_key(|port| share(*port))?;
             let giver = if share(most) > share(port) { most } else { port };
-            let of_giver = entries.iter().enumerate().filter(|(_, entry)| entry.is_of_port(giver as u16));
-            of_giver.min_by_key(|(_, entry)| entry.seen_s()).map(|(way, _)| way)
+            ways().filter(|(_, entry)| entry.is_of_port(giver)).min_by_key(|(_, entry)| entry.seen_s())
         });
-        if let Some(way) = way {
-            self.change((set, way), entries[way].word(), word, own, now_s);
+        if let Some((way, entry)) = found {
+            self.change((set, way), entry.word(), word, own, now_s);
         }
     }
 
     /// Gives an entry to a station. If another worker changed it meanwhile, that change stays.
     #[cold]
     fn change(&self, (set, way): (usize, usize), old: u64, new: u64, own: &Learnt, now_s: u32) {
-        let entry = &self.sets[set][way];
+        let Some(entry) = self.set(set).get(way) else { return };
         if !self.swap(entry, old, new) {
             return;
         }
         entry.seen_s.store(now_s, Relaxed);
-        let number = set * WAYS + way;
+        let number = len_u32(set * WAYS + way);
         if old != 0 && port_of(old) == port_of(new) {
             // The entry is already among the port's places.
             return;
         }
-        let port = port_of(new) as u16;
+        let port = port_of(new);
         let is_own = |at: u32| {
             let entry = self.sets.as_flattened().get(at as usize)?;
-            (at as usize != number && entry.is_of_port(port)).then_some(entry)
+            (at != number && entry.is_of_port(port)).then_some(entry)
         };
         if let Some(entry) = is_own(own.note(number, |at| is_own(at).map(Entry::seen_s))) {
             self.swap(entry, entry.word(), 0);
@@ -294,10 +308,10 @@ impl Macs {
     fn swap(&self, entry: &Entry, old: u64, new: u64) -> bool {
         let done = entry.word.compare_exchange(old, new, Relaxed, Relaxed).is_ok();
         if done && old != 0 {
-            self.counts[port_of(old)].fetch_sub(1, Relaxed);
+            slot(&self.counts, port_of(old)).fetch_sub(1, Relaxed);
         }
         if done && new != 0 {
-            self.counts[port_of(new)].fetch_add(1, Relaxed);
+            slot(&self.counts, port_of(new)).fetch_add(1, Relaxed);
         }
         done
     }
@@ -306,7 +320,7 @@ impl Macs {
     pub(super) fn forget(&self, port: u16) {
         for entry in self.sets.iter().flatten().filter(|entry| entry.is_of_port(port)) {
             let word = entry.word();
-            if word != 0 && port_of(word) == usize::from(port) {
+            if word != 0 && port_of(word) == port {
                 self.swap(entry, word, 0);
             }
         }
@@ -314,7 +328,7 @@ impl Macs {
 
     /// Returns the number of entries of a port. Some may be too old to count.
     pub(super) fn count(&self, port: u16) -> u32 {
-        self.counts[usize::from(port)].load(Relaxed)
+        slot(&self.counts, port).load(Relaxed)
     }
 
     /// Returns all stations that are known, in no order. Entries that change meanwhile may be
@@ -327,7 +341,7 @@ impl Macs {
                 return None;
             }
             let (address, vlan) = self.station(number / WAYS, word);
-            let port = port_of(word) as u16;
+            let port = port_of(word);
             Some(Known { address, vlan, port, age_s: now_s.saturating_sub(seen_s) })
         };
         self.sets.as_flattened().iter().enumerate().filter_map(known).collect()

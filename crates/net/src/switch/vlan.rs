@@ -28,6 +28,10 @@ const TAG: usize = 4;
 /// Bytes of a frame that are sent from the sender's copy: addresses, two tags, EtherType.
 const START: usize = ADDRESSES + 2 * TAG + 2;
 const _: () = assert!(START + TAG <= u8::MAX as usize);
+const START_U8: u8 = {
+    let [low, ..] = START.to_le_bytes();
+    low
+};
 
 /// The VLANs of a port.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -174,7 +178,7 @@ impl FrameStart {
         match first.first_chunk() {
             Some(whole) if vlan == NO_VLAN => {
                 self.untagged = *whole;
-                (self.replaced, self.untagged_len) = (START as u8, START as u8);
+                (self.replaced, self.untagged_len) = (START_U8, START_U8);
                 (self.tagged_len, self.inner_tag) = (0, false);
             }
             _ => *self = Self::new(first, vlan),

@@ -127,7 +127,7 @@ impl FromTap {
         if self.outstanding > 0 {
             return Ok(());
         }
-        let (active, mut found, mut bad) = (self.reads.len() as u32, 0, None);
+        let (active, mut found, mut bad) = (u32::from(number(self.reads.len())), 0, None);
         sender.start_iteration();
         for read in 0..number(self.reads.len()) {
             let Read { slot, result } = *slots::slot(&self.reads, read);
