@@ -1,7 +1,7 @@
 //! `vshunt`: arguments, commands and output.
 //!
-//! `args` has the flags, `run` what each subcommand does, `call` how it asks the daemon, and `show`
-//! the tables that it prints.
+//! `args` has the flags, `run` the implementation of each subcommand, `call` the requests to the
+//! daemon, and `show` the tables.
 
 mod args;
 mod call;

@@ -1,4 +1,4 @@
-//! What a daemon is started with: the configuration file, and how flags add to it.
+//! The configuration of a daemon: the configuration file, and the flags that are added to it.
 
 pub(crate) mod args;
 
@@ -17,26 +17,26 @@ use crate::keyval;
 use crate::metrics::Address;
 use crate::outcome::{Failure, Outcome};
 
-/// The default control socket of root.
+/// The default path of the control socket of root.
 const SOCKET_OF_ROOT: &str = "/run/vshunt.sock";
 
-/// What the user said about the control socket.
+/// The setting of the control socket.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Control {
-    /// Nothing: where it always is.
+    /// Not set: the default path.
     #[default]
     Default,
-    /// There.
+    /// This path.
     At(PathBuf),
-    /// None at all.
+    /// No control socket.
     Off,
 }
 
-/// All that `vshunt serve` is to do.
+/// The whole configuration of `vshunt serve`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Setup {
     pub(crate) control: Control,
-    /// Where to answer GET /metrics, if anywhere.
+    /// The address of the HTTP server for metrics, if there is one.
     pub(crate) metrics: Option<Address>,
     pub(crate) pidfile: Option<PathBuf>,
     pub(crate) poll_us: Option<u32>,
@@ -83,8 +83,8 @@ struct File {
     export: Vec<Table>,
 }
 
-/// Puts file and flags together. Lists add up, the file's first; of single settings the flag's
-/// counts.
+/// Merges the configuration file and the flags. Lists are joined, those of the file first. For
+/// single settings, the flag has priority.
 pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup> {
     let mut setup = match &args.config {
         Some(path) => read(path)?,
@@ -102,7 +102,7 @@ pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup>
         (Some(path), _) => Control::At(path),
         (None, false) => setup.control,
     };
-    setup.sandbox = args.sandbox.over(setup.sandbox)?;
+    setup.sandbox = args.sandbox.with_defaults(setup.sandbox)?;
     check(&setup)?;
     if setup.control == Control::Off && setup.exports.is_empty() {
         return Err(Failure::Usage("nothing to do: no --export, and no control socket to add one".into()));
@@ -110,7 +110,7 @@ pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup>
     Ok(setup)
 }
 
-/// What is wrong with all of it together.
+/// Checks the whole configuration.
 fn check(setup: &Setup) -> Outcome {
     let wrong = |why: String| Err(Failure::Usage(why));
     if let Err(e) = (WorkerSpec { poll_us: setup.poll_us, ..WorkerSpec::default() }).check() {
@@ -178,7 +178,7 @@ fn tables<T: DeserializeOwned + Check>(kind: &str, tables: Vec<Table>) -> Result
             Some(name) => format!("{kind} {name}"),
             None => format!("{kind} number {}", at + 1),
         };
-        spell_out(&mut table).map_err(|why| format!("{name}: {why}"))?;
+        parse_text_values(&mut table).map_err(|why| format!("{name}: {why}"))?;
         let item = T::deserialize(table).map_err(|e| format!("{name}: {}", e.message()))?;
         item.check().map_err(|e| e.to_string())?;
         out.push(item);
@@ -186,8 +186,8 @@ fn tables<T: DeserializeOwned + Check>(kind: &str, tables: Vec<Table>) -> Result
     Ok(out)
 }
 
-/// Text that flags may use for sizes and CPU lists is good in the file too.
-fn spell_out(table: &mut Table) -> Result<(), String> {
+/// Replaces sizes and CPU lists that are written as text, as in flags, by their values.
+fn parse_text_values(table: &mut Table) -> Result<(), String> {
     for (key, value) in table.iter_mut() {
         let Value::String(text) = value else { continue };
         let in_key = |why: keyval::KeyvalError| format!("{key}: {why}");
@@ -207,7 +207,8 @@ fn spell_out(table: &mut Table) -> Result<(), String> {
     Ok(())
 }
 
-/// The control socket: `given`, else the environment's, else the user's default.
+/// Returns the path of the control socket: `given`, otherwise that of the environment, otherwise
+/// the user's default.
 pub(crate) fn control_path(given: Option<&PathBuf>) -> Option<PathBuf> {
     let from = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     given.cloned().or_else(|| from("VSHUNT_CONTROL")).or_else(|| {

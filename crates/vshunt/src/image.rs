@@ -1,7 +1,6 @@
-//! `vshunt image …`: images that nobody uses, under the names that users of qemu-img know.
+//! `vshunt image …`: commands for images that no process uses, with the names of qemu-img.
 //!
-//! All of it runs in this process, without a daemon; the image is locked meanwhile as QEMU locks
-//! it.
+//! The commands run in this process, without a daemon. They lock the image as QEMU does.
 
 mod args;
 mod bitmap;
@@ -29,7 +28,7 @@ use qcow2::header::incompatible;
 
 use crate::outcome::{Failure, Outcome};
 
-/// Formats that these commands know.
+/// The image formats of these commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ImageFormat {
     Raw,
@@ -48,7 +47,7 @@ pub(crate) fn run(command: ImageCommand, quiet: bool) -> Outcome {
     }
 }
 
-/// What failed with which image, and what helps.
+/// Returns the failure for an error with an image, with the remedy.
 fn failed(path: &Path, e: &qcow2::Error) -> Failure {
     let path = path.display();
     Failure::Failed(match e {
@@ -59,8 +58,9 @@ fn failed(path: &Path, e: &qcow2::Error) -> Failure {
     })
 }
 
-/// Opens an image that is to be changed, and its format. A qcow2 image is checked first: what its
-/// counts call free is written to. One that was not closed is repaired.
+/// Opens an image for a change. Returns it with its format. A qcow2 image is checked first, because
+/// clusters that are free by its reference counts are overwritten. An image that was not closed is
+/// repaired.
 fn changing(path: &Path, format: Option<ImageFormat>, quiet: bool) -> Outcome<(ImageFile, ImageFormat)> {
     let file = ImageFile::open(path, For::Writing)?;
     let format = match format {
@@ -89,7 +89,7 @@ fn changing(path: &Path, format: Option<ImageFormat>, quiet: bool) -> Outcome<(I
     Ok((file, format))
 }
 
-/// Shows how far the check is, and not what it finds.
+/// Shows the progress of a check, without its findings.
 struct Silent<'b>(&'b mut Bar);
 
 impl qcow2::check::Findings for Silent<'_> {

@@ -1,23 +1,22 @@
-//! `key=value,key=value` lists, read into the same serde types that TOML and QMP fill.
+//! Parser for `key=value,key=value` lists. It fills the same serde types as TOML and QMP.
 //!
-//! This is the one place where the text of a flag becomes a spec. A comma inside a value is written
-//! `,,` (as QEMU has it). Booleans are `on|off|yes|no|true|false`; sizes take K, M, G and T (powers
-//! of 1024).
+//! All lists of flags are parsed here. A comma inside a value is written `,,` (as in QEMU).
+//! Booleans are `on|off|yes|no|true|false`. Sizes take K, M, G and T (powers of 1024).
 
 use std::fmt;
 
 use serde::de::value::StrDeserializer;
 use serde::de::{self, DeserializeOwned, DeserializeSeed, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 
-/// Keys whose numbers take a size suffix. The others are plain counts: `queues=1K` is a typing
+/// Keys whose numbers may have a size suffix. The others are plain counts: `queues=1K` is a typing
 /// error.
 const SIZE_KEYS: [&str; 4] = ["size", "block-size", "cache-size", "cluster_size"];
 
-/// Highest CPU number that a list may name; bounds what `0-99999999` can allocate (Linux: NR_CPUS
-/// is at most 8192).
+/// The highest CPU number in a list. It limits the memory for a list like `0-99999999` (Linux:
+/// NR_CPUS is at most 8192).
 const CPU_MAX: usize = 8191;
 
-/// What was wrong with a list; one sentence without a full stop.
+/// What is wrong with a list: one sentence without a full stop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct KeyvalError(String);
 
@@ -47,13 +46,14 @@ impl de::Error for KeyvalError {
     }
 }
 
-/// Reads a whole list into `T`. Fits clap's `value_parser`.
+/// Parses a whole list into `T`. Can be used as a `value_parser` of clap.
 pub(crate) fn parse<T: DeserializeOwned>(text: &str) -> Result<T, KeyvalError> {
     let pairs = split(text)?;
     T::deserialize(Pairs { rest: pairs.iter(), value: None })
 }
 
-/// A size in bytes: digits, a fraction if it comes to whole bytes, and K, M, G or T.
+/// Parses a size in bytes: digits, a fraction if the result is a whole number of bytes, and K, M, G
+/// or T.
 pub(crate) fn parse_size(text: &str) -> Result<u64, KeyvalError> {
     let bad = || KeyvalError(format!("`{text}` is not a size; write bytes, or a number with K, M, G or T"));
     let (number, shift) = match text.char_indices().next_back() {
@@ -91,7 +91,7 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, KeyvalError> {
     u64::try_from(scaled / scale).map_err(|_| too_large())
 }
 
-/// A list of CPUs as taskset has it: `2`, `0-3`, `0-1,6`. Empty for `all`.
+/// Parses a list of CPUs in the format of taskset: `2`, `0-3`, `0-1,6`. Empty for `all`.
 pub(crate) fn parse_cpus(text: &str) -> Result<Vec<usize>, KeyvalError> {
     let bad =
         || KeyvalError(format!("`{text}` is not a list of CPUs; write for example 2, 0-3, 0-1,6 or all"));
@@ -147,7 +147,8 @@ fn split(text: &str) -> Result<Vec<(String, String)>, KeyvalError> {
     }
 }
 
-/// The value at the start of `text` with `,,` undone, and what follows its comma, if one does.
+/// Returns the value at the start of `text`, with `,,` replaced by `,`, and the text after its
+/// comma, if there is one.
 fn take_value(text: &str) -> (String, Option<&str>) {
     let mut value = String::new();
     let mut rest = text;
@@ -197,7 +198,8 @@ impl<'de> MapAccess<'de> for Pairs<'_> {
         let value = self.value.take().ok_or_else(|| de::Error::custom("value asked for before its key"))?;
         let key = value.key;
         seed.deserialize(value).map_err(|KeyvalError(why)| {
-            // The derived text for an untagged variant names a Rust type, which helps no user.
+            // The derived message for an untagged variant names a Rust type, which does not help
+            // users.
             let why = if key == "workers" {
                 "wants default, per-queue, per-cpu or a number".to_owned()
             } else {
@@ -230,7 +232,7 @@ impl Value<'_> {
 impl<'de> de::Deserializer<'de> for Value<'_> {
     type Error = KeyvalError;
 
-    /// Reached for untagged types only: a number if it looks like one.
+    /// Called for untagged types only: a number if the text looks like one.
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
         match self.text.parse::<u64>() {
             Ok(n) => visitor.visit_u64(n),
@@ -286,7 +288,7 @@ impl<'de> de::Deserializer<'de> for Value<'_> {
         visitor.visit_newtype_struct(self)
     }
 
-    /// The one list among the specs: CPUs.
+    /// CPUs are the only list in the specifications.
     fn deserialize_seq<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
         visitor.visit_seq(Cpus(parse_cpus(self.text)?.into_iter()))
     }

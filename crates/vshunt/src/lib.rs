@@ -1,7 +1,7 @@
 //! The `vshunt` program: its command line, QMP server, metrics and configuration.
 //!
-//! What it serves is in crate `vshunt-daemon`; nothing here sees a request. See ARCHITECTURE.md.
-//! Modules use those that are below them in this table.
+//! Crate `vshunt-daemon` serves the disks and networks. No code of this crate handles a request.
+//! See ARCHITECTURE.md. A module uses only modules below it in this table.
 //!
 //! | module | what it holds |
 //! | --- | --- |
@@ -46,7 +46,7 @@ use std::process::ExitCode;
 
 pub use cli::client;
 
-/// The program: `vshunt`, or `vshunt-blk` or `vshunt-net` if that is what it was started as.
+/// Runs `vshunt`, or `vshunt-blk` or `vshunt-net` if the program was started under that name.
 pub fn main() -> ExitCode {
     let args: Vec<OsString> = std::env::args_os().collect();
     let name = args.first().and_then(|a| Path::new(a).file_name()).unwrap_or_default().to_string_lossy();

@@ -1,5 +1,5 @@
-//! The `vshunt` program; started under a name that begins with `vshunt-blk` or `vshunt-net`, it is
-//! that program instead.
+//! The `vshunt` program. If its name begins with `vshunt-blk` or `vshunt-net`, it runs that program
+//! instead.
 
 use std::process::ExitCode;
 

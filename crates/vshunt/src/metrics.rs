@@ -1,11 +1,11 @@
-//! Metrics of a running daemon for Prometheus: what `status` tells, at `GET /metrics`, as
+//! Metrics of a running daemon for Prometheus: the values of `status`, at `GET /metrics`, as
 //! OpenMetrics text.
 //!
-//! `families` is the table of all metrics, filled from the same lists as the control socket's
-//! queries: nothing is counted here. `http` reads requests, `serve` has the connections, `address`
-//! listens. Made and ended by `crate::serve`, on the main thread; one thread of its own, `metrics`,
-//! looks and answers. Nothing is asked of whoever connects, so it never changes anything. What must
-//! never happen: that a client makes others wait, or a worker.
+//! `families` is the table of all metrics. It reads the same lists as the queries of the control
+//! socket and counts nothing itself. `http` parses requests, `serve` has the connections, and
+//! `address` listens. `crate::serve` makes and ends it on the main thread. Its only thread,
+//! `metrics`, reads the lists and answers. There is no authentication, so no request changes the
+//! daemon. What must never happen: a client makes other clients or a worker wait.
 
 mod address;
 pub(crate) mod families;
@@ -26,21 +26,21 @@ use vshunt_sandbox::{self as sandbox, ThreadKind};
 use vshunt_types::error::{Error, Result};
 use vshunt_vhost_user::socket_file::SocketFile;
 
-/// The place where metrics are asked for. Its thread ends, and its socket's file goes, when it is
-/// dropped.
+/// The HTTP server for metrics. When it is dropped, its thread ends and the file of its socket is
+/// removed.
 pub(crate) struct Metrics {
-    /// The file of a UNIX socket; goes before the listener.
+    /// The file of a UNIX socket. It is dropped before the listener.
     file: Option<SocketFile>,
     listener: Arc<OwnedFd>,
-    /// Where, with the port that there is.
+    /// The address, with the port in use.
     at: Address,
-    /// Makes the thread end.
+    /// The eventfd that ends the thread.
     wake: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Metrics {
-    /// Listens. Who comes waits until [`start`](Self::start).
+    /// Listens on `address`. Clients wait until [`start`](Self::start).
     ///
     /// # Errors
     /// Another program listens there, or the system refuses.
@@ -48,10 +48,10 @@ impl Metrics {
         Self::on(address.listen()?)
     }
 
-    /// Takes a socket that listens, which the service manager made and keeps.
+    /// Takes a listening socket that the service manager made.
     ///
     /// # Errors
-    /// It does not listen.
+    /// The socket does not listen.
     pub(crate) fn inherited(fd: OwnedFd) -> Result<Self> {
         Self::on(Listening::inherited(fd)?)
     }
@@ -68,7 +68,7 @@ impl Metrics {
         })
     }
 
-    /// Answers from now on.
+    /// Starts to answer.
     pub(crate) fn start(&mut self, daemon: Arc<Daemon>) -> Result<()> {
         self.start_with(Box::new(move || families::text(Snapshot::of(&daemon))))
     }
@@ -81,13 +81,13 @@ impl Metrics {
         Ok(())
     }
 
-    /// Answers no more. Does not wait: a look at the daemon may be under way.
+    /// Stops to answer. Does not wait for a scrape in progress.
     pub(crate) fn close(&self) {
-        // The counter is far from full.
+        // The write cannot fail, because the counter is small.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Where, for messages.
+    /// Returns the address for messages.
     pub(crate) fn shown(&self) -> String {
         self.at.to_string()
     }
@@ -98,7 +98,7 @@ impl Drop for Metrics {
         self.close();
         self.file = None;
         if let Some(thread) = self.thread.take() {
-            // A panic of it was reported already.
+            // A panic of the thread was reported already.
             let _ = thread.join();
         }
     }

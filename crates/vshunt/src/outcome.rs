@@ -1,5 +1,5 @@
-//! How a command ends: its error, which is an exit code and a sentence for stderr, and its output
-//! on stdout.
+//! How a command ends: an error with an exit code and a message for stderr, and the output on
+//! stdout.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use vshunt_sandbox as sandbox;
 use vshunt_types::error::Error;
 
-/// Why a command did not succeed: the exit code, and the sentence for stderr.
+/// Why a command did not succeed: the exit code and the message for stderr.
 #[derive(Debug)]
 pub(crate) enum Failure {
     /// Exit code 1.
@@ -18,7 +18,7 @@ pub(crate) enum Failure {
     Unreachable(String),
     /// The reader of stdout has closed it. There is nothing to print, and the exit code is 0.
     OutputClosed,
-    /// Everything is said already; this exit code.
+    /// The messages are printed already. The exit code is this one.
     Status(u8),
 }
 
@@ -43,7 +43,8 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Appended at the start of a daemon where the sandbox may be the reason.
+/// The remedy that is appended to an error at the start of a daemon if the sandbox may be the
+/// reason.
 const REFUSED: &str =
     "; if its mode permits that, the sandbox does not: add --allow-path=FOLDER (docs/sandbox.md)";
 
@@ -59,13 +60,14 @@ impl From<Error> for Failure {
 
 pub(crate) type Outcome<T = ()> = Result<T, Failure>;
 
-/// Help and version are successes that clap reports as errors; the rest is usage.
+/// Converts an error of clap. Help and version are successes that clap reports as errors; all
+/// others are usage errors.
 pub(crate) fn clap_failure<T>(e: clap::Error) -> Outcome<T> {
     if !e.use_stderr() {
         return Err(print(&e.render().to_string()).err().unwrap_or(Failure::OutputClosed));
     }
     let text = e.render().to_string();
-    // The usage and the hint at --help that clap adds bury the sentence that matters.
+    // Clap appends the usage and a hint at --help. They hide the message.
     let text = text.strip_prefix("error: ").unwrap_or(&text);
     let end = ["\n\nUsage:", "\n\nFor more information"].iter().filter_map(|t| text.find(t)).min();
     let text = &text[..end.unwrap_or(text.len())];

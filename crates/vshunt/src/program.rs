@@ -1,9 +1,9 @@
-//! `vshunt-blk` and `vshunt-net`: the same engine under the command lines that management software
-//! expects of vhost-user backends.
+//! `vshunt-blk` and `vshunt-net`: the same server with the command lines that management software
+//! expects from vhost-user backends.
 //!
-//! QEMU, docs/interop/vhost-user.rst, "Backend program conventions"; docs/interop/vhost-user.json
-//! for the capabilities. Each serves one device over one socket, and has no control socket unless
-//! asked for one.
+//! Specified in QEMU's docs/interop/vhost-user.rst, "Backend program conventions", and for the
+//! capabilities in docs/interop/vhost-user.json. Each program serves one device on one socket. It
+//! has a control socket only if `--control` is given.
 
 mod blk;
 mod net;
@@ -18,9 +18,9 @@ use crate::config::args::{LogArgs, SandboxArgs};
 use crate::config::{Control, Setup};
 use crate::metrics::Address;
 use crate::outcome::{Outcome, clap_failure, print};
-use crate::serve::{Manner, serve};
+use crate::serve::{ServeOptions, serve};
 
-/// What all of them are told.
+/// Flags that both programs have.
 #[derive(Debug, Args)]
 struct Common {
     /// Path of the socket
@@ -51,40 +51,40 @@ struct Common {
 
 /// One of the programs.
 trait Program: Parser {
-    /// What it is called.
+    /// The name of the program.
     const PROGRAM: &str;
-    /// Name of its one backend and export.
+    /// The name of its disk or network and of its export.
     const NAME: &str;
-    /// What `--print-capabilities` prints (VHostUserBackendCapabilities).
+    /// The output of `--print-capabilities` (VHostUserBackendCapabilities).
     const CAPABILITIES: &str;
 
-    /// What is to be served, but for the control socket; and what it was told like all others.
+    /// Returns the setup without the control socket, and the common flags.
     fn setup(self) -> Outcome<(Setup, Common)>;
 }
 
 type Main = fn(&[OsString]) -> Outcome;
 
-/// The program of that name, if it is one of these.
+/// Returns the program whose name `name` begins with, if there is one.
 pub(crate) fn named(name: &str) -> Option<(&'static str, Main)> {
     let programs: [(_, Main); 2] =
         [(blk::BlkCli::PROGRAM, run::<blk::BlkCli>), (net::NetCli::PROGRAM, run::<net::NetCli>)];
     programs.into_iter().find(|(program, _)| name.starts_with(program))
 }
 
-/// Their command lines, for man pages.
+/// Returns the command lines of both programs, for the man pages.
 pub(crate) fn commands() -> [Command; 2] {
     [blk::BlkCli::command(), net::NetCli::command()]
 }
 
 fn run<P: Program>(args: &[OsString]) -> Outcome {
-    // Before anything else looks at the arguments, since wrong ones are to be ignored too.
+    // First, because all other arguments are ignored, including invalid ones.
     if args.iter().skip(1).any(|a| a == "--print-capabilities") {
         return print(P::CAPABILITIES);
     }
     let (mut setup, common) = P::try_parse_from(args).or_else(clap_failure)?.setup()?;
     setup.control = common.control.map_or(Control::Off, Control::At);
     setup.metrics = common.metrics;
-    setup.sandbox = common.sandbox.over(SandboxArgs::default())?;
+    setup.sandbox = common.sandbox.with_defaults(SandboxArgs::default())?;
     let ends_with = common.fd.map(|_| P::NAME.to_owned());
-    serve(setup, &Manner { program: P::PROGRAM, log: common.log, ends_with })
+    serve(setup, &ServeOptions { program: P::PROGRAM, log: common.log, ends_with })
 }

@@ -1,6 +1,6 @@
-//! The pages of docs/reference, made from the tables in code: the command line, the table of
-//! commands and the structs of their arguments and answers, the metrics, the keys of the
-//! configuration file.
+//! The pages of docs/reference. They are generated from the tables in code: the command line, the
+//! table of commands with the structs of their arguments and answers, the metrics, and the keys of
+//! the configuration file.
 //!
 //! `make reference` writes the pages. Without it the test compares them.
 
@@ -16,7 +16,7 @@ use self::source::{Member, Source};
 use crate::qmp::{self, COMMANDS, events, tests as qmp_tests};
 use crate::{cli, metrics, program};
 
-/// Where the structs are, and what goes before their names in the table of commands.
+/// The files with the structs, and the prefixes of their names in the table of commands.
 const FILES: &[(&str, &str)] = &[
     ("crates/vshunt-types/src/spec.rs", ""),
     ("crates/vshunt-types/src/spec/job.rs", ""),
@@ -32,7 +32,7 @@ const FILES: &[(&str, &str)] = &[
     ("crates/vshunt/src/qmp/commands/snapshot.rs", "snapshot::"),
 ];
 
-/// What lists and `status --json` show, in the order of the page.
+/// The objects in lists and in `status --json`, in the order of the page.
 const OBJECTS: &[&str] = &[
     "DiskInfo",
     "BitmapInfo",
@@ -51,7 +51,7 @@ const OBJECTS: &[&str] = &[
 
 const MADE: &str = "<!-- Made from the tables in code by `make reference`. Do not edit. -->\n\n";
 
-/// What a user has to do where a page differs from the code.
+/// The remedy if a page differs from the code.
 const REMEDY: &str = "run `make reference`, and commit docs/reference";
 
 fn root() -> &'static Path {
@@ -67,12 +67,12 @@ fn source() -> Source {
     source
 }
 
-/// A cell of a table: a `|` in it would end it.
+/// Returns the text of a cell of a table, with `|` escaped.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ")
 }
 
-/// Links the pages that a text names (`see backup.md`).
+/// Replaces the names of pages in a text (`see backup.md`) by links.
 fn linked(text: &str) -> String {
     let mut text = text.to_owned();
     for page in ["backup.md", "snapshots.md", "sandbox.md", "control.md", "reference/metrics.md"] {
@@ -96,7 +96,7 @@ fn table(out: &mut String, members: &[Member], with_optional: bool) {
     out.push('\n');
 }
 
-/// The members that a command takes: those of one struct, or of several (`A+B`).
+/// Returns the members that a command takes: those of one struct, or of several (`A+B`).
 fn arguments(source: &Source, takes: &str) -> Vec<Member> {
     takes.split('+').flat_map(|name| source.members(name)).collect()
 }
@@ -154,7 +154,7 @@ fn qmp() -> String {
     out
 }
 
-/// Where the keys of a struct are in config.md, if they are there.
+/// Returns the place in config.md that describes the keys of a struct, if there is one.
 fn keys_of(takes: &str) -> Option<(&'static str, &'static str)> {
     match takes {
         "DiskSpec" => Some(("a disk", "disk")),
@@ -165,7 +165,8 @@ fn keys_of(takes: &str) -> Option<(&'static str, &'static str)> {
     }
 }
 
-/// The list in spec/drops.rs is a macro's argument, so it is read line by line.
+/// Returns the drop reasons. The list in spec/drops.rs is the argument of a macro, so it is read
+/// line by line.
 fn drop_reasons() -> Vec<(String, String)> {
     let text = std::fs::read_to_string(root().join("crates/vshunt-types/src/spec/drops.rs")).unwrap();
     let list = text.lines().skip_while(|line| *line != "reasons! {").skip(1).take_while(|line| *line != "}");
@@ -280,7 +281,7 @@ fn flags_of(out: &mut String, command: &Command, is_root: bool) {
     }
 }
 
-/// `-c`, `--control` `SOCKET`; or the name of what has no flag.
+/// Returns a flag as `-c`, `--control` `SOCKET`, or the name of an argument without a flag.
 fn argument(arg: &clap::Arg) -> String {
     let values: Vec<_> = arg.get_value_names().unwrap_or_default().iter().map(|v| v.as_str()).collect();
     let values = values.join(" ");
@@ -314,7 +315,7 @@ fn the_pages_say_what_the_code_does() {
     }
 }
 
-/// What a command reads is the struct that the table names: serde lists its members in the error.
+/// A command reads the struct that the table names: the error of serde lists its members.
 #[test]
 fn the_table_names_the_structs_that_are_read() {
     let source = source();
@@ -335,7 +336,7 @@ fn the_table_names_the_structs_that_are_read() {
     }
 }
 
-/// What `vshunt qmp --help` shows of a command are members of its struct.
+/// The arguments in `vshunt qmp --help` are members of the struct of the command.
 #[test]
 fn the_help_names_arguments_that_there_are() {
     let source = source();

@@ -1,12 +1,29 @@
-//! The daemon's life: set up, serve, take down. Runs on the main thread.
+//! Start and end of the daemon. Runs on the main thread.
 //!
-//! Set-up: 1 block signals, raise the limit of open files, 2 take inherited sockets, 3 hold the
-//! control socket and the one for metrics, 4 take away mounts that a killed daemon left, start the
-//! sandbox, 5 make the daemon and bind its events, 6 disks, networks, workers, exports, 7 accept
-//! control clients and scrapers, 8 pidfile, tell the service manager. The end: 1 tell the service
-//! manager and clients, scrapers get no more answers, 2 remove exports and workers, 3 remove the
-//! sockets and the pidfile, 4 close connections. A client that sees its connection end finds
-//! nothing left. An error in set-up takes down what was set up before it.
+//! Steps of the start:
+//!
+//! | step | action |
+//! | --- | --- |
+//! | 1 | block signals, raise the limit of open files, fork the receivers of descriptors |
+//! | 2 | take inherited sockets |
+//! | 3 | bind the control socket and the socket for metrics |
+//! | 4 | remove mounts of a killed daemon, start the sandbox |
+//! | 5 | make the daemon and bind its events |
+//! | 6 | add disks, networks, workers and exports, write the pidfile |
+//! | 7 | accept control clients and scrapers |
+//! | 8 | notify the service manager |
+//!
+//! Steps of the end:
+//!
+//! | step | action |
+//! | --- | --- |
+//! | 1 | notify the service manager and the clients; scrapers get no more answers |
+//! | 2 | remove exports and workers |
+//! | 3 | remove the sockets and the pidfile |
+//! | 4 | close the connections |
+//!
+//! When a client sees the end of its connection, all resources are released. An error during the
+//! start releases what was set up before it.
 
 mod activation;
 mod confine;
@@ -34,44 +51,45 @@ use crate::outcome::{Failure, Outcome};
 use crate::qmp::{Context, ControlSocket, Server, Stop, events};
 
 /// What differs between `vshunt serve`, `vshunt-blk` and `vshunt-net`.
-pub(crate) struct Manner {
-    /// Name in messages.
+pub(crate) struct ServeOptions {
+    /// The name of the program in messages.
     pub(crate) program: &'static str,
     pub(crate) log: LogArgs,
-    /// End when this export has been deleted: its one connection has.
+    /// The daemon ends when this export has been deleted, because its only connection has ended.
     pub(crate) ends_with: Option<String>,
 }
 
-/// Serves `setup` until told to stop.
-pub(crate) fn serve(setup: Setup, manner: &Manner) -> Outcome {
-    // First of all: a descriptor that was not passed could be one of our own a moment later.
+/// Serves `setup` until a signal, `quit` or the end of the export [`ServeOptions::ends_with`].
+pub(crate) fn serve(setup: Setup, options: &ServeOptions) -> Outcome {
+    // First, because the number of a descriptor that was not passed could soon belong to a file
+    // that the daemon opens.
     check_fds(&setup)?;
     let blocked = signals::block()?;
-    log::start(manner.program, manner.log.verbose, manner.log.quiet);
+    log::start(options.program, options.log.verbose, options.log.quiet);
     let (stop, stopped) = channel();
     raise_file_limit();
-    // Before there are other threads, which a forked process would not have. And before the sockets
-    // are bound: if the daemon were killed before the new process has closed its copies of them, its
-    // successor would find them in use.
+    // Before other threads exist, because a forked process would not have them. Also before the
+    // sockets are bound: if the daemon were killed before the new process has closed its copies of
+    // them, its successor would find them in use.
     vhost_user::start_receivers(setup.sandbox.mode.unwrap_or_default())?;
     let mut inherited = activation::take()?;
     let sockets = Sockets::bind(&setup, &mut inherited)?;
-    // The sandbox looks at images and mountpoints by their names. A dead mount would hide them.
+    // The sandbox opens images and mountpoints by their paths. A dead mount would hide them.
     let mountpoints = setup.exports.iter().filter_map(|export| export.mountpoint.as_deref());
     Daemon::take_over(mountpoints, &setup.disks)?;
-    // Other threads inherit what this one may do.
+    // Threads that start later inherit the restrictions of this one.
     sandbox::start(confine::plan(&setup, sockets.control.is_some()))?;
     signals::forward(blocked, stop.clone())?;
-    let mut serving = Serving::set_up(setup, inherited, sockets, manner, stop)?;
-    serving.announce(manner);
+    let mut serving = Serving::set_up(setup, inherited, sockets, options, stop)?;
+    serving.announce(options);
     let reason = wait(&stopped);
     tracing::info!(?reason, "ending");
     serving.take_down(reason);
     Ok(())
 }
 
-/// Takes as many open files as we may have: the soft limit is low for the sake of programs that use
-/// select(2).
+/// Raises the limit of open files to the hard limit. The soft limit is low only for programs that
+/// use select(2).
 fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
@@ -102,18 +120,18 @@ fn check_fds(setup: &Setup) -> Outcome {
     }
 }
 
-/// A number that is there twice.
+/// Returns a number that occurs twice, if there is one.
 fn twice(fds: &[i32]) -> Option<i32> {
     fds.iter().enumerate().find(|(at, fd)| fds[..*at].contains(fd)).map(|(_, fd)| *fd)
 }
 
 fn wait(stopped: &Receiver<Stop>) -> Stop {
-    // A sender lives in the signal thread for as long as the process does.
+    // The signal thread keeps a sender until the process ends.
     stopped.recv().unwrap_or(Stop::Quit)
 }
 
-/// Where clients come from: held before anything is restricted, since a port below 1024 needs a
-/// capability.
+/// The sockets that clients connect to. They are bound before the sandbox starts, because a port
+/// below 1024 needs a capability.
 struct Sockets {
     control: Option<ControlSocket>,
     metrics: Option<Metrics>,
@@ -145,7 +163,7 @@ impl Serving {
         mut setup: Setup,
         mut inherited: Vec<Inherited>,
         Sockets { control, metrics }: Sockets,
-        manner: &Manner,
+        options: &ServeOptions,
         stop: Sender<Stop>,
     ) -> Outcome<Self> {
         activation::give_to_exports(&mut inherited, &mut setup.exports);
@@ -155,7 +173,7 @@ impl Serving {
         let daemon = Daemon::new(Options { poll_us: setup.poll_us.unwrap_or(DEFAULT_POLL_US) })?;
         let context = Context { daemon: Arc::clone(&daemon), stop: stop.clone(), fdsets: Arc::default() };
         let server = Server::new(context)?;
-        bind_events(&daemon, &server, stop, manner.ends_with.clone());
+        bind_events(&daemon, &server, stop, options.ends_with.clone());
         let mut serving = Self { daemon, server, control, metrics, pidfile: None, down: false };
         serving.fill(setup)?;
         if let Some(control) = &serving.control {
@@ -176,8 +194,8 @@ impl Serving {
         for net in setup.nets {
             self.daemon.net_add(net)?;
         }
-        // A worker of the kernel is of an export; the others are there first, for lists to show
-        // them in the order given.
+        // A worker of kind `kernel` belongs to an export. The others are made first, so that lists
+        // show them in the order given.
         let (of_exports, workers): (Vec<_>, Vec<_>) =
             setup.workers.into_iter().partition(|w| w.export.is_some());
         for worker in workers {
@@ -193,9 +211,9 @@ impl Serving {
         Ok(())
     }
 
-    /// Tells the service manager and whoever reads stderr that all is up, and where; or what is
-    /// missing.
-    fn announce(&self, manner: &Manner) {
+    /// Reports to the service manager and on stderr that the daemon is ready, and where it serves.
+    /// If it serves nothing, the message names the missing commands.
+    fn announce(&self, options: &ServeOptions) {
         let exports: Vec<String> = self.daemon.exports().iter().map(where_served).collect();
         let mut text = match exports.is_empty() {
             true => "serving nothing yet".to_owned(),
@@ -211,8 +229,8 @@ impl Serving {
             text.push_str("; `vshunt disk add` and `vshunt export add` give it something");
         }
         notify(&[NotifyState::Ready, NotifyState::Status(&text)]);
-        if !manner.log.quiet {
-            let _ = writeln!(std::io::stderr(), "{}: {text}", manner.program);
+        if !options.log.quiet {
+            let _ = writeln!(std::io::stderr(), "{}: {text}", options.program);
         }
     }
 
@@ -224,8 +242,7 @@ impl Serving {
             metrics.close();
         }
         self.daemon.shutdown();
-        // Waits for a look at the daemon that is under way, so that nobody has a disk open any
-        // more.
+        // Waits for a scrape in progress, so that no thread uses a disk any more.
         self.metrics = None;
         if let Some(control) = &mut self.control {
             control.remove();
@@ -289,8 +306,8 @@ fn control_socket(wanted: &Control, inherited: &mut Vec<Inherited>) -> Outcome<O
     }
 }
 
-/// A pidfile that goes with the daemon. Errands write and remove it, so that no thread may change
-/// its folder.
+/// A pidfile that is removed when the daemon ends. Errands write and remove it, so that no thread
+/// needs the permission to change its folder.
 struct Pidfile(PathBuf);
 
 impl Pidfile {

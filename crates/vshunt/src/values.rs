@@ -1,6 +1,6 @@
-//! The values of flags: read, and looked at whether they make sense by themselves.
+//! Parsers for the values of flags. They also check that a value is valid by itself.
 //!
-//! Clap calls these and puts the flag and the text before what they say.
+//! Clap calls them and puts the flag and its value before their error messages.
 
 use std::path::Path;
 use std::str::FromStr;
@@ -12,7 +12,7 @@ use vshunt_types::spec::{DiskSpec, ExportSpec, Format, NetSpec, WorkerSpec};
 
 use crate::keyval;
 
-/// A newtype, since clap takes a bare `Vec` for an option that may be repeated.
+/// A list of CPUs. A newtype, because clap reads a bare `Vec` as an option that may be repeated.
 #[derive(Clone, Debug)]
 pub(crate) struct Cpus(pub(crate) Vec<usize>);
 
@@ -35,7 +35,7 @@ pub(crate) fn worker_name(text: &str) -> Result<String, String> {
     checked(WorkerSpec { name: Some(text.to_owned()), ..WorkerSpec::default() }, text.to_owned())
 }
 
-/// Bytes, with K, M, G or T.
+/// Parses a number of bytes, with an optional suffix K, M, G or T.
 pub(crate) fn bytes(text: &str) -> Result<u64, String> {
     keyval::parse_size(text).map_err(|e| e.to_string())
 }
@@ -45,7 +45,7 @@ pub(crate) fn disk_size(text: &str) -> Result<u64, String> {
     check_disk_size(size).map(|()| size).map_err(|e| e.to_string())
 }
 
-/// Formats of images, as flags name them.
+/// Returns the parser for formats of images.
 pub(crate) fn image_format() -> impl TypedValueParser<Value = Format> {
     PossibleValuesParser::new(["qcow2", "raw"]).map(|f| if f == "raw" { Format::Raw } else { Format::Qcow2 })
 }
@@ -58,14 +58,14 @@ fn checked<T>(spec: impl Check, value: T) -> Result<T, String> {
     spec.check().map(|()| value).map_err(|e| e.to_string())
 }
 
-/// What is given as a list of keys and values.
+/// A specification that a flag takes as a list of keys and values.
 pub(crate) trait Spec: DeserializeOwned + Check {
-    /// What to write in place of a bare value.
-    fn instead(bare: &str) -> String;
+    /// Returns the list that the user probably means by a bare value.
+    fn suggestion(bare: &str) -> String;
 }
 
 impl Spec for DiskSpec {
-    fn instead(bare: &str) -> String {
+    fn suggestion(bare: &str) -> String {
         let stem = Path::new(bare).file_stem().unwrap_or_default().to_string_lossy();
         let name: String = stem.chars().filter(|c| c.is_ascii_alphanumeric() || "-_.".contains(*c)).collect();
         format!("name={},file={bare}", if name.is_empty() { "d0" } else { &name })
@@ -73,20 +73,20 @@ impl Spec for DiskSpec {
 }
 
 impl Spec for ExportSpec {
-    fn instead(bare: &str) -> String {
+    fn suggestion(bare: &str) -> String {
         let socket = if bare.contains('/') { bare } else { "/tmp/vm0.sock" };
         format!("type=vhost-user-blk,name=vm0,disk=d0,socket={socket}, with the name of your disk for d0")
     }
 }
 
 impl Spec for NetSpec {
-    fn instead(bare: &str) -> String {
+    fn suggestion(bare: &str) -> String {
         format!("type=tap,name=n0,ifname={bare}")
     }
 }
 
 impl Spec for WorkerSpec {
-    fn instead(bare: &str) -> String {
+    fn suggestion(bare: &str) -> String {
         match keyval::parse_cpus(bare) {
             Ok(_) => format!("cpu={}", bare.replace(',', ",,")),
             Err(_) => format!("name={bare}"),
@@ -94,11 +94,11 @@ impl Spec for WorkerSpec {
     }
 }
 
-/// Reads a list of keys and values, and looks whether it makes sense by itself.
+/// Parses a list of keys and values, and checks that it is valid by itself.
 pub(crate) fn spec<T: Spec>(text: &str) -> Result<T, String> {
     let first = text.split(',').next().unwrap_or_default();
     if !first.is_empty() && !first.contains('=') {
-        return Err(format!("`{first}` has no key; write {}", T::instead(first)));
+        return Err(format!("`{first}` has no key; write {}", T::suggestion(first)));
     }
     let spec: T = keyval::parse(text).map_err(|e| e.to_string())?;
     spec.check().map(|()| spec).map_err(|e| e.to_string())

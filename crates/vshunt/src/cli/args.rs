@@ -1,4 +1,4 @@
-//! The command line: every flag, its help, its man page and its completion come from this table.
+//! The command line. Help, man pages and completions are generated from this table of flags.
 
 pub(crate) mod jobs;
 mod qmp_help;
@@ -305,7 +305,7 @@ pub(crate) struct AttachArgs {
     pub(crate) timeout: Duration,
 }
 
-/// A queue as users name it: `vm0:3`.
+/// A queue as users write it: `vm0:3`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct QueueName {
     pub(crate) export: String,

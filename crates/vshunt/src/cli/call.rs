@@ -1,4 +1,4 @@
-//! How commands ask the daemon over the control socket, and print lists.
+//! Requests to the daemon over the control socket, and the output of lists.
 
 use std::path::{Path, PathBuf};
 
@@ -46,7 +46,7 @@ pub(super) fn query(client: &mut Client, command: &str) -> Outcome<Value> {
     call(client, command, json!({}))
 }
 
-/// One list, as JSON or as the table that `table` makes of it.
+/// Prints one list, as JSON or as the table that `table` makes of it.
 pub(super) fn list<T: DeserializeOwned>(
     client: &mut Client,
     command: &str,
@@ -59,7 +59,7 @@ pub(super) fn list<T: DeserializeOwned>(
     }
 }
 
-/// A path as the user means it, whatever the daemon's working directory is.
+/// Returns the absolute path, because the daemon may have another working directory.
 pub(super) fn absolute(path: Option<PathBuf>) -> Outcome<Option<PathBuf>> {
     let absolute = |p: PathBuf| {
         std::path::absolute(&p).map_err(|e| Failure::Usage(format!("{}: {e}", Path::display(&p))))

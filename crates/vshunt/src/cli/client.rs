@@ -1,6 +1,6 @@
-//! A QMP client for the control socket: what the command line uses, and tests and tools may.
+//! A QMP client for the control socket. The command line uses it; tests and tools may use it.
 //!
-//! One command at a time, on the caller's thread; events that come in between are kept for
+//! It runs one command at a time, on the caller's thread. Events that arrive meanwhile are kept for
 //! [`Client::event`].
 
 use std::collections::VecDeque;
@@ -17,28 +17,28 @@ use serde_json::{Map, Value, json};
 
 use crate::outcome::Failure;
 
-/// How long a daemon may take to greet. Commands themselves have no bound of ours: an attach may
-/// take its time.
+/// The time limit for the greeting of the daemon. Commands have no limit here, because an attach
+/// may take long.
 const GREETING_TIME: Duration = Duration::from_secs(10);
 
-/// Why a command did not succeed.
+/// Why a command failed.
 #[derive(Debug)]
 pub enum ClientError {
-    /// No daemon answers there.
+    /// No daemon answers on the socket.
     Unreachable {
-        /// The control socket.
+        /// The path of the control socket.
         path: PathBuf,
-        /// The system's reason.
+        /// The error of the system.
         source: io::Error,
     },
     /// The daemon refused the command.
     Refused {
-        /// Error class of QMP.
+        /// The error class of QMP.
         class: String,
-        /// One sentence.
+        /// The message: one sentence.
         desc: String,
     },
-    /// The connection broke, or what came is not QMP.
+    /// The connection ended, or the daemon sent something that is not QMP.
     Broken(String),
 }
 
@@ -63,7 +63,7 @@ impl fmt::Display for ClientError {
 
 impl std::error::Error for ClientError {}
 
-/// A connection that has negotiated.
+/// A connection on which the capabilities have been negotiated.
 #[derive(Debug)]
 pub struct Client {
     reader: BufReader<UnixStream>,
@@ -71,14 +71,14 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the daemon at `path` and negotiates.
+    /// Connects to the daemon at `path` and negotiates the capabilities.
     pub fn connect(path: &Path) -> Result<Self, ClientError> {
         let unreachable = |source| ClientError::Unreachable { path: path.to_owned(), source };
         let stream = UnixStream::connect(path).map_err(unreachable)?;
         stream.set_read_timeout(Some(GREETING_TIME)).map_err(unreachable)?;
         let mut client = Self { reader: BufReader::new(stream), events: VecDeque::new() };
         let greeting = client.read().map_err(|e| match e {
-            // Ended or silent before it greeted: nobody that we could talk to.
+            // The peer ended the connection or sent no greeting, so it is not a working daemon.
             ClientError::Broken(why) => unreachable(io::Error::other(why)),
             e => e,
         })?;
@@ -93,7 +93,7 @@ impl Client {
         Ok(client)
     }
 
-    /// Runs one command and returns what it returned.
+    /// Runs one command and returns its result.
     pub fn execute(&mut self, command: &str, arguments: Map<String, Value>) -> Result<Value, ClientError> {
         let mut text = json!({ "execute": command, "arguments": arguments }).to_string();
         text.push('\n');
@@ -101,8 +101,8 @@ impl Client {
         self.answer()
     }
 
-    /// Passes a descriptor, as a set of its own, and returns the set's number. `what`: said by
-    /// `query-fdsets`.
+    /// Passes a descriptor in a new set, and returns the number of the set. `query-fdsets` shows
+    /// `what`.
     pub fn add_fd(&mut self, fd: impl AsFd, what: &str) -> Result<u64, ClientError> {
         let text = json!({ "execute": "add-fd", "arguments": { "opaque": what } }).to_string();
         let (fds, mut space) = ([fd.as_fd()], [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))]);
@@ -110,7 +110,7 @@ impl Client {
         control.push(SendAncillaryMessage::ScmRights(&fds));
         let stream = self.reader.get_ref();
         let bytes = [IoSlice::new(text.as_bytes())];
-        // It goes with the first byte.
+        // The descriptor is sent with the first byte.
         let sent =
             sendmsg(stream, &bytes, &mut control, SendFlags::NOSIGNAL).map_err(|e| broken(e.into()))?;
         let mut stream = stream;
@@ -137,7 +137,7 @@ impl Client {
         }
     }
 
-    /// The next event, waiting for it.
+    /// Waits for the next event and returns it.
     pub fn event(&mut self) -> Result<Value, ClientError> {
         match self.events.pop_front() {
             Some(event) => Ok(event),
@@ -145,9 +145,9 @@ impl Client {
         }
     }
 
-    /// Waits until the daemon closes the connection, at most `time`; whether it did.
+    /// Waits until the daemon closes the connection, at most for `time`. Returns whether it did.
     pub fn wait_closed(mut self, time: Duration) -> bool {
-        // A timeout of zero would mean none.
+        // A timeout of zero would mean no timeout.
         let time = time.max(Duration::from_millis(1));
         if self.reader.get_ref().set_read_timeout(Some(time)).is_err() {
             return false;

@@ -13,8 +13,8 @@ use super::show;
 use crate::image::Bar;
 use crate::outcome::{Failure, Outcome, print};
 
-/// How often a job that is waited for is asked about.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// The interval between two queries of a job that the command waits for.
+const JOB_QUERY_INTERVAL: Duration = Duration::from_millis(100);
 
 pub(crate) fn backup(client: &mut Client, command: BackupCommand, quiet: bool) -> Outcome {
     let BackupCommand::Start(args) = command;
@@ -46,8 +46,8 @@ pub(crate) fn commit(client: &mut Client, args: CommitArgs, quiet: bool) -> Outc
     }
 }
 
-/// What the daemon needs for a backup to a file. It is made, or replaced, in its folder; a device
-/// is written.
+/// Returns the files that the daemon needs for a backup. A target file is made or replaced in its
+/// folder; a target device is written.
 fn files(spec: &BackupSpec) -> Vec<Wanted> {
     let to = spec.to.iter().filter(|to| !passing::is_served_by_vshunt(to));
     let to = to.flat_map(|to| match std::fs::metadata(to) {
@@ -86,9 +86,9 @@ pub(crate) fn job(client: &mut Client, command: JobCommand, quiet: bool) -> Outc
         JobCommand::Wait { jobs } => jobs.iter().try_for_each(|id| wait_for(client, id, quiet)),
         JobCommand::Cancel { job } => {
             send(client, "job-cancel", json!({ "id": job }))?;
-            // It is over when this returns: its target can be used again.
+            // The job has ended when this returns, so its target can be used again.
             while jobs(client)?.iter().any(|j| j.id == job && j.status != JobStatus::Concluded) {
-                std::thread::sleep(LOOK_EVERY);
+                std::thread::sleep(JOB_QUERY_INTERVAL);
             }
             Ok(())
         }
@@ -112,15 +112,15 @@ fn jobs(client: &mut Client) -> Outcome<Vec<JobInfo>> {
     call(client, "query-jobs", json!({}))
 }
 
-/// Until a job is over, which was told then to who asked for it.
+/// Waits until a job has ended, and dismisses it, because the user has seen its result.
 fn wait_and_dismiss(client: &mut Client, id: &str, quiet: bool) -> Outcome {
     let result = wait_for(client, id, quiet);
-    // Another may have dismissed it, or the daemon ended.
+    // Another client may have dismissed it, or the daemon has ended.
     let _ = send(client, "job-dismiss", json!({ "id": id }));
     result
 }
 
-/// Until a job is over; fails as it did.
+/// Waits until a job has ended. Fails with the job's error if the job failed.
 fn wait_for(client: &mut Client, id: &str, quiet: bool) -> Outcome {
     let mut bar = Bar::new(id, quiet);
     loop {
@@ -139,7 +139,7 @@ fn wait_for(client: &mut Client, id: &str, quiet: bool) -> Outcome {
                 (None, false) => Ok(()),
             };
         }
-        std::thread::sleep(LOOK_EVERY);
+        std::thread::sleep(JOB_QUERY_INTERVAL);
     }
 }
 

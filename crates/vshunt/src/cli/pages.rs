@@ -1,4 +1,4 @@
-//! Man pages and shell completions, made from the command line's own table.
+//! Man pages and shell completions, generated from the table of flags.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -49,15 +49,15 @@ fn write_pages(command: &Command, directory: &Path) -> std::io::Result<()> {
     std::fs::write(directory.join(man.get_filename()), page)
 }
 
-/// The paragraphs after the options as sections of a page, their lines as they are: a line
-/// `Heading:` at the margin begins one.
+/// Returns the text after the options as sections of a page, with its line breaks. A line
+/// `Heading:` without indent starts a section.
 fn sections(text: &str) -> String {
     let mut out = String::new();
     for line in text.lines() {
         let heading = line.strip_suffix(':').filter(|h| !h.starts_with(' '));
         let line = match heading {
             Some(heading) => format!(".fi\n.SH {}\n.nf", heading.to_uppercase()),
-            // Every line that is not empty has an indent, so none can be taken for a request.
+            // Every other line that is not empty has an indent, so troff reads none as a request.
             None => line.replace('\\', "\\e").replace('-', "\\-"),
         };
         let _ = writeln!(out, "{line}");
@@ -66,7 +66,7 @@ fn sections(text: &str) -> String {
     out
 }
 
-/// The completions of `vshunt` for `shell`.
+/// Returns the completions of `vshunt` for `shell`.
 pub(crate) fn completions(shell: Shell) -> String {
     let mut out = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), "vshunt", &mut out);

@@ -1,9 +1,9 @@
-//! Files that a command of the command line names: opened here, with the caller's rights, and
-//! passed to the daemon.
+//! Files that a command line names. The client opens them with the user's rights and passes the
+//! descriptors to the daemon.
 //!
-//! A daemon in a sandbox opens only what it was configured with. It opens further files where a
-//! client has passed descriptors of them (`qmp::fdset`). Files that cannot be opened here are left
-//! out: the daemon then says what is wrong with them.
+//! In a sandbox, the daemon opens only configured files, and files whose descriptors a client has
+//! passed (`qmp::fdset`). Files that the client cannot open are not passed: the error message of
+//! the daemon then names them.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
@@ -27,20 +27,21 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// The folder that something is made in. A symbolic link there is followed.
+    /// Returns the folder in which a file is made. A symbolic link there is followed.
     pub(super) fn folder_of(path: &Path) -> Vec<Self> {
         let real = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let folder = real.parent().map(|folder| Self { path: folder.to_owned(), write: false });
         folder.into_iter().collect()
     }
 
-    /// A file by itself.
+    /// Returns a single file.
     pub(super) fn file(path: &Path, write: bool) -> Vec<Self> {
         vec![Self { path: path.to_owned(), write }]
     }
 
-    /// An image, and of a qcow2 image the files that belong to it and those below. `write`: the
-    /// image and its data file; `below`: the others, too.
+    /// Returns the files of an image. A qcow2 image may have a data file and backing images.
+    /// `write`: the image and its data file are written; `below`: the backing images are written,
+    /// too.
     pub(super) fn image(path: &Path, format: Format, write: bool, below: bool) -> Vec<Self> {
         if is_served_by_vshunt(path) {
             return Vec::new();
@@ -54,7 +55,7 @@ impl Wanted {
         all.map(|file| Self { write: below || (write && own(&file)), path: file }).collect()
     }
 
-    /// All files of a disk that is to be added.
+    /// Returns all files of a disk that is added.
     pub(super) fn disk(spec: &DiskSpec) -> Vec<Self> {
         let file = spec.file.as_deref();
         file.map_or_else(Vec::new, |file| Self::image(file, spec.format(), !spec.readonly, false))
@@ -68,7 +69,7 @@ impl Wanted {
             let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
             OpenOptions::new().read(true).write(write).custom_flags(flags).open(&self.path)
         };
-        // Before it is opened, for opening some devices does things.
+        // Before it is opened, because opening some devices has side effects.
         let kind = std::fs::metadata(&self.path).ok()?.file_type();
         let named_by_proc = self.path.starts_with("/proc");
         match kind.is_file() || kind.is_dir() || kind.is_block_device() || named_by_proc {
@@ -79,20 +80,22 @@ impl Wanted {
     }
 }
 
-/// Whether a path leads to a mount of vshunt. Such a file is not opened here: its server may be the
-/// daemon that is asked, which refuses it, and may not answer. This asks the kernel alone.
+/// Returns whether a path leads to a mount of vshunt. Such a file is not opened here: its server
+/// may be the daemon that runs the command, which refuses the file and may not answer the open.
+/// Only the kernel is asked.
 pub(super) fn is_served_by_vshunt(path: &Path) -> bool {
     let Ok(seen) = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::empty()) else { return false };
     let device = format!("{}:{}", seen.stx_dev_major, seen.stx_dev_minor);
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    // Number, parent, device, and behind ` - ` the type (proc_pid_mountinfo(5)).
+    // Mount id, parent id, device, and after ` - ` the type of the file system
+    // (proc_pid_mountinfo(5)).
     mounts.lines().any(|line| {
         line.split(' ').nth(2) == Some(&device)
             && line.split_once(" - ").is_some_and(|(_, rest)| rest.starts_with("fuse.vshunt "))
     })
 }
 
-/// The files of a disk that the daemon has, to be written.
+/// Returns the files of a disk of the daemon, to be written.
 pub(super) fn of_disk(client: &mut Client, name: &str) -> Outcome<Vec<Wanted>> {
     let disks: Vec<DiskInfo> = call(client, "query-disks", json!({}))?;
     let spec = disks.into_iter().map(|disk| disk.spec).find(|spec| spec.name == name);
@@ -101,8 +104,8 @@ pub(super) fn of_disk(client: &mut Client, name: &str) -> Outcome<Vec<Wanted>> {
         .unwrap_or_default())
 }
 
-/// Runs `command` while the daemon may open `wanted`, and `made` once the command has made that.
-/// What a disk has then may be opened as long as the disk has it.
+/// Runs `command` while the daemon may open `wanted`, and also `made` once the command has made it.
+/// The daemon may open the files of a disk as long as the disk has them.
 pub(super) fn with<T>(
     client: &mut Client,
     wanted: impl FnOnce(&mut Client) -> Outcome<Vec<Wanted>>,
@@ -110,7 +113,7 @@ pub(super) fn with<T>(
     command: impl FnOnce(&mut Client) -> Outcome<T>,
 ) -> Outcome<T> {
     let info: SandboxInfo = call(client, "query-sandbox", json!({}))?;
-    // Without Landlock mountpoints and namespaces are bounded all the same.
+    // Mountpoints and namespaces are restricted even without Landlock.
     if !matches!(info.landlock.as_str(), "process" | "missing") {
         return command(client);
     }
@@ -160,7 +163,7 @@ mod tests {
         assert_eq!(Wanted::image(&path("top"), Format::Qcow2, true, false), all(true, false));
         assert_eq!(Wanted::image(&path("top"), Format::Qcow2, false, false), all(false, false));
         assert_eq!(Wanted::image(&path("top"), Format::Qcow2, true, true), all(true, true));
-        // Its bytes are the disk: what it says of itself is not looked at.
+        // The content of a raw image is the disk, so its header is not read.
         assert_eq!(Wanted::image(&path("top"), Format::Raw, true, false), [wanted("top", true)]);
         let link = path("link");
         std::os::unix::fs::symlink(path("top"), &link).unwrap();

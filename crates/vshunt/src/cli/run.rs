@@ -1,4 +1,4 @@
-//! What each subcommand does: `serve` here, the rest as commands over the control socket.
+//! Runs the subcommands. `serve` runs here; the others send commands over the control socket.
 
 use std::path::Path;
 use std::time::Duration;
@@ -17,10 +17,10 @@ use super::client::Client;
 use super::passing::{self, Wanted};
 use super::{jobs, pages, show, snapshot};
 use crate::outcome::{Failure, Outcome, print};
-use crate::serve::{Manner, serve};
+use crate::serve::{ServeOptions, serve};
 use crate::{config, image};
 
-/// How long `quit` waits for the daemon to take everything down.
+/// The time limit of `quit` for the end of the daemon.
 const QUIT_TIME: Duration = Duration::from_secs(60);
 
 pub(super) fn run(cli: Cli) -> Outcome {
@@ -28,8 +28,8 @@ pub(super) fn run(cli: Cli) -> Outcome {
     let connect = || connect(control.as_ref());
     match cli.command {
         Command::Serve(args) => {
-            let manner = Manner { program: "vshunt", log: cli.log, ends_with: None };
-            serve(config::setup(control, *args)?, &manner)
+            let options = ServeOptions { program: "vshunt", log: cli.log, ends_with: None };
+            serve(config::setup(control, *args)?, &options)
         }
         Command::Status(args) => status(&mut connect()?, args),
         Command::Worker(command) => worker(&mut connect()?, command),
@@ -54,7 +54,7 @@ pub(super) fn run(cli: Cli) -> Outcome {
     }
 }
 
-/// A typing error must not cost data: a smaller size has to be asked for by name.
+/// Resizes a disk. A smaller size requires a flag, so that a typing error does not destroy data.
 fn resize(client: &mut Client, disk: &str, size: u64, shrink: bool) -> Outcome {
     let disks: Vec<DiskInfo> = call(client, "query-disks", json!({}))?;
     if let Some(info) = disks.iter().find(|d| d.spec.name == disk)
@@ -142,7 +142,7 @@ fn worker(client: &mut Client, command: WorkerCommand) -> Outcome {
     }
 }
 
-/// The id that `text` is, or the id of the one worker of that name.
+/// Returns the id that `text` is, or the id of the only worker of that name.
 fn worker_id(client: &mut Client, text: &str) -> Outcome<u32> {
     if let Ok(id) = text.parse() {
         return Ok(id);

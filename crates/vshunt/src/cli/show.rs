@@ -1,4 +1,4 @@
-//! Tables for people: plain columns, two spaces apart, numbers to the right.
+//! Tables for users: columns two spaces apart, numbers aligned to the right.
 
 use std::fmt::Write as _;
 
@@ -9,7 +9,7 @@ use vshunt_types::spec::{
     WorkerInfo, WorkerKind, cpu_list,
 };
 
-/// A column's title; one that begins with `>` holds numbers.
+/// The title of a column. A column whose title begins with `>` has numbers.
 type Title = &'static str;
 
 fn table<const N: usize>(titles: [Title; N], rows: impl Iterator<Item = [String; N]>) -> String {
@@ -32,7 +32,7 @@ fn table<const N: usize>(titles: [Title; N], rows: impl Iterator<Item = [String;
     out
 }
 
-/// A thing that is not there.
+/// Returns `-` for an empty text.
 fn or_dash(text: String) -> String {
     if text.is_empty() { "-".to_owned() } else { text }
 }
@@ -60,7 +60,7 @@ pub(crate) fn disks(disks: &[DiskInfo]) -> String {
     )
 }
 
-/// What the daemon's threads may do, in one line.
+/// Describes the permissions of the daemon's threads in one line.
 pub(crate) fn sandbox(info: &SandboxInfo) -> String {
     let or_none = |list: &[String]| if list.is_empty() { "none".to_owned() } else { list.join(",") };
     if info.mode == Mode::Off {
@@ -72,7 +72,7 @@ pub(crate) fn sandbox(info: &SandboxInfo) -> String {
         or_none(&info.filtered),
         info.landlock,
         match (info.mode, info.capabilities.is_empty()) {
-            // None was given up.
+            // No capability was dropped.
             (Mode::Log, false) => "all".to_owned(),
             _ => or_none(&info.capabilities),
         },
@@ -80,7 +80,8 @@ pub(crate) fn sandbox(info: &SandboxInfo) -> String {
     )
 }
 
-/// What of a disk differs from the usual: `ro`, `direct`, `writethrough`, `unsafe`.
+/// Returns the options of a disk that differ from the default: `ro`, `direct`, `writethrough`,
+/// `unsafe`.
 fn mode(disk: &DiskInfo) -> String {
     let words = [
         (disk.spec.readonly, "ro"),
@@ -118,7 +119,7 @@ pub(crate) fn nets(nets: &[NetInfo]) -> String {
     )
 }
 
-/// What a switch knows of addresses.
+/// Returns the table of the addresses that a switch knows.
 pub(crate) fn addresses(addresses: &[NetAddress]) -> String {
     table(
         ["ADDRESS", ">VLAN", "PORT", "ORIGIN", ">AGE"],
@@ -178,8 +179,8 @@ pub(crate) fn exports(exports: &[ExportInfo]) -> String {
     )
 }
 
-/// Why exports of `engine=auto` and mounts of `transport=auto` are served as they are; nothing
-/// where there is no reason to give.
+/// Returns the reasons for the engine of exports with `engine=auto`, and for the transport of
+/// mounts with `transport=auto`. None if there are no reasons.
 pub(crate) fn choices(exports: &[ExportInfo]) -> Option<String> {
     let rows: Vec<_> = exports
         .iter()
@@ -193,7 +194,7 @@ pub(crate) fn choices(exports: &[ExportInfo]) -> Option<String> {
     (!rows.is_empty()).then(|| table(["EXPORT", "ENGINE", "CHOSEN BECAUSE"], rows.into_iter()))
 }
 
-/// Who serves an export's requests, or how they come.
+/// Returns the engine of an export, or the transport of a mount.
 fn engine(export: &ExportInfo) -> &'static str {
     match &export.mount {
         Some(MountInfo { passthrough: true, .. }) => "passthrough",
@@ -208,7 +209,7 @@ fn is_blocked(export: &ExportInfo) -> bool {
     export.port.as_ref().is_some_and(|port| port.state == PortState::Blocked)
 }
 
-/// Ports of switches and their options; nothing where there are none.
+/// Returns the table of the ports of switches and their options. None if there are no ports.
 pub(crate) fn ports(exports: &[ExportInfo]) -> Option<String> {
     let rows: Vec<_> = exports
         .iter()
@@ -256,7 +257,8 @@ pub(crate) fn queues(queues: &[QueueInfo]) -> String {
     )
 }
 
-/// What cards' queues lost, and why; nothing where they lost nothing.
+/// Returns the table of the frames that network queues dropped, with the reasons. None if no frame
+/// was dropped.
 pub(crate) fn drops(queues: &[QueueInfo]) -> Option<String> {
     let rows: Vec<_> = queues
         .iter()
@@ -350,8 +352,8 @@ pub(crate) fn workers(workers: &[WorkerInfo]) -> String {
     )
 }
 
-/// Bytes in the largest unit that leaves at least 1, with one digit after the point where it is not
-/// whole.
+/// Formats bytes in the largest unit in which the number is at least 1, with one decimal if it is
+/// not whole.
 fn size(bytes: u64) -> String {
     const UNITS: [(u32, &str); 4] = [(40, "T"), (30, "G"), (20, "M"), (10, "K")];
     for (shift, unit) in UNITS {

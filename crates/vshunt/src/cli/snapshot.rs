@@ -8,7 +8,7 @@ use super::client::Client;
 use super::passing::{self, Wanted};
 use crate::outcome::Outcome;
 
-/// What the command line asks for, as a command of the socket.
+/// Sends the commands for this command line.
 pub(super) fn run(client: &mut Client, args: SnapshotArgs) -> Outcome {
     let SnapshotArgs { disk, to, existing, internal, delete } = args;
     let to = absolute(to)?;

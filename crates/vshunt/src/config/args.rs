@@ -1,4 +1,4 @@
-//! The flags of `vshunt serve` and of all programs that serve something.
+//! The flags that `vshunt serve` and the other server programs share.
 
 use std::path::PathBuf;
 
@@ -11,8 +11,8 @@ use crate::metrics::Address;
 use crate::outcome::{Failure, Outcome};
 use crate::values::{poll_us, spec};
 
-/// The environment's word, where no flag is given. It counts more than a configuration file, so
-/// that a test-suite can run all daemons with one setting.
+/// The environment variable for the mode of the sandbox if no flag is given. It has priority over a
+/// configuration file, so that a test suite can run all daemons with one setting.
 const VARIABLE: &str = "VSHUNT_SANDBOX";
 
 #[derive(Clone, Copy, Debug, Default, Args)]
@@ -220,8 +220,8 @@ fn sandbox_mode() -> impl TypedValueParser<Value = Mode> {
 }
 
 impl SandboxArgs {
-    /// These, and what they leave open from the environment and the configuration file.
-    pub(crate) fn over(self, file: Self) -> Outcome<Self> {
+    /// Returns these settings. Missing ones come from the environment and the configuration file.
+    pub(crate) fn with_defaults(self, file: Self) -> Outcome<Self> {
         let variable = std::env::var(VARIABLE).ok().filter(|value| !value.is_empty());
         let of_environment = variable
             .map(|value| value.parse::<Mode>().map_err(|why| Failure::Usage(format!("{VARIABLE}: {why}"))))
@@ -254,11 +254,11 @@ mod tests {
     #[test]
     fn what_has_no_effect_is_refused() {
         let workers = SandboxArgs { workers: true, ..mode(Some(Mode::Off)) };
-        assert!(matches!(workers.over(mode(None)), Err(Failure::Usage(_))));
+        assert!(matches!(workers.with_defaults(mode(None)), Err(Failure::Usage(_))));
         for of in [Mode::Off, Mode::Log] {
             let paths = SandboxArgs { allow_paths: vec!["/x".into()], ..mode(None) };
             let off = mode(Some(of));
-            assert!(matches!(off.over(paths), Err(Failure::Usage(_))));
+            assert!(matches!(off.with_defaults(paths), Err(Failure::Usage(_))));
         }
     }
 
@@ -266,7 +266,7 @@ mod tests {
     fn flags_count_more_than_the_file() {
         let file = SandboxArgs { allow_paths: vec!["/a".into()], ..mode(Some(Mode::Off)) };
         let flags = SandboxArgs { allow_paths: vec!["/b".into()], ..mode(Some(Mode::On)) };
-        let both = flags.over(file).unwrap();
+        let both = flags.with_defaults(file).unwrap();
         assert_eq!((both.mode, both.allow_paths), (Some(Mode::On), vec!["/a".into(), "/b".into()]));
     }
 }

@@ -24,11 +24,11 @@ Examples:
   vshunt image snapshot -c before-update disk.qcow2
   vshunt image bitmap --add disk.qcow2 b0";
 
-/// What `vshunt image` was told.
+/// The arguments of `vshunt image`.
 #[derive(Debug, Args)]
 pub(crate) struct ImageArgs {
-    // Named as the global flag, and not global itself: `-c` means something else below (qemu-img's
-    // names).
+    // Has the name of the global flag and is not global itself, because `-c` has another meaning in
+    // the subcommands (the names of qemu-img).
     #[arg(short, long, hide = true)]
     control: Option<PathBuf>,
     #[command(subcommand)]
@@ -147,12 +147,12 @@ Examples:
   vshunt image check -r leaks disk.qcow2
   vshunt image check --output=json disk.qcow2";
 
-/// What `create -o help` prints: the options' part of the help.
+/// Returns the output of `create -o help`: the part of the help with the options.
 pub(super) fn create_options() -> &'static str {
     CREATE_AFTER.split_once("\n\nNames").map_or(CREATE_AFTER, |(options, _)| options)
 }
 
-/// How to print.
+/// The form of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Output {
     Human,
@@ -238,7 +238,7 @@ pub(crate) struct InfoArgs {
     pub(super) file: PathBuf,
 }
 
-/// What to repair.
+/// The errors that are repaired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Repaired {
     /// Clusters that nothing refers to
@@ -282,7 +282,7 @@ fn change(text: &str) -> Result<Change, String> {
     }
 }
 
-/// How much of the disk is allocated at once.
+/// How much of the disk is allocated in advance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Mode {

@@ -54,7 +54,7 @@ fn log2(granularity: u64) -> Outcome<u32> {
     }
 }
 
-/// The bits of another image's bitmap.
+/// Reads the bits of a bitmap of another image.
 fn load(path: &Path, format: Option<ImageFormat>, name: &str) -> Outcome<bitmap::Bits> {
     if format == Some(ImageFormat::Raw) {
         return Err(no_qcow2(path, "bitmaps"));

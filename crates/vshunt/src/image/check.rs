@@ -10,9 +10,9 @@ use super::progress::Bar;
 use super::{ImageFormat, failed};
 use crate::outcome::{Failure, Outcome, print};
 
-/// Exit code for a format that has nothing to check, as qemu-img has it.
+/// The exit code for a format without checks, as in qemu-img.
 const NOT_CHECKED: u8 = 63;
-/// Exit code for leaks alone, as qemu-img has it, and for an image that was not closed.
+/// The exit code if there are only leaks, as in qemu-img, and for an image that was not closed.
 const LEAKS: u8 = 3;
 
 pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
@@ -38,23 +38,23 @@ pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
         Some(Repaired::All) => Repair::All,
     };
     if repair == Repair::Leaks && file.lacking(path)?.is_some() {
-        // Counts of an image that was not closed are not up to date: repairing leaks alone would
-        // leave it without them.
+        // The reference counts of an image that was not closed are not up to date. They would stay
+        // wrong if only leaks were repaired.
         return Err(Failure::Failed(format!(
             "{} was not closed, so that its reference counts are not up to date: use -r all",
             path.display()
         )));
     }
     if repair != Repair::No {
-        // What only the journal names would be taken for leaks.
+        // Clusters that only the journal refers to would be taken for leaks.
         file.recover(path)?;
     }
-    // It is checked as the last flush left it: what its journal has is counted when it is brought
-    // in.
+    // The image is checked in the state of the last flush. The changes in its journal are counted
+    // when they are applied.
     let lacking = if repair == Repair::No { file.lacking(path)? } else { None };
     let mut bar = Bar::new("checking", quiet);
     let result = check(&file, repair, &mut bar).map_err(|e| match e {
-        // Repairing is what was just tried.
+        // The advice to repair the image is left out: the repair was just tried.
         qcow2::Error::Corrupt(_) => Failure::Failed(format!("{}: {e}", path.display())),
         e => failed(path, &e),
     });
@@ -128,8 +128,8 @@ fn human(r: &CheckResult) -> String {
     text
 }
 
-/// As QEMU's ImageCheck: numbers that are 0 are left out, except for two. Besides, for an image
-/// that lacks something that was written to it: `not-closed` (true) and `map-journal`.
+/// Returns the result in the format of QEMU's ImageCheck: numbers that are 0 are left out, except
+/// for two. An image that lacks completed writes also has `not-closed` (true) and `map-journal`.
 fn json(filename: &str, r: &CheckResult, lacking: Option<&MapJournal>) -> Value {
     let mut map = Map::new();
     map.insert("filename".into(), json!(filename));

@@ -13,9 +13,9 @@ use super::progress::Bar;
 use super::{ImageFormat, create, failed};
 use crate::outcome::{Failure, Outcome};
 
-/// Images in a chain at most that are looked at; opening one refuses what is longer.
+/// The most images of a chain that are examined. Opening a longer chain fails.
 const CHAIN_MAX: usize = 256;
-/// Exit code for a copy of an image that may lack completed writes.
+/// The exit code for a copy of an image that may lack completed writes.
 const LACKS: u8 = 3;
 
 pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
@@ -46,7 +46,7 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     };
     let from = DiskSpec { locking: !args.force_share, ..disk("source", &args.from, format, true) };
     let to = disk("target", &args.to, args.output_format, false);
-    // Before anything is made: what cannot be read replaces nothing.
+    // Before a file is made, so that an unreadable source replaces nothing.
     let source = ToConvert::open(&from).map_err(|e| Failure::Failed(e.to_string()))?;
     let readings = source.readings();
     readings.iter().for_each(|reading| eprintln!("vshunt: {}", reading.text));
@@ -68,7 +68,7 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     let done = source.to(&to, args.compress, fresh, &mut |done, all| bar.set(done, all));
     drop(bar);
     done.map_err(|e| {
-        // What was begun and failed is not left behind.
+        // An incomplete copy is removed.
         let made = [Some((new, args.to)), data];
         for (_, file) in made.into_iter().flatten().filter(|(new, _)| *new) {
             let _ = std::fs::remove_file(file);
@@ -81,8 +81,8 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     }
 }
 
-/// Refuses a target that the image consists of, under whatever name: it would be cut short before
-/// it is read.
+/// Refuses a target that is a file of the source image, under any name. It would be truncated
+/// before it is read.
 fn not_of(target: &Path, image: PathBuf, is_qcow2: bool) -> Outcome {
     let id = |path: &Path| std::fs::metadata(path).ok().map(|m| (m.dev(), m.ino()));
     let Some(target_id) = id(target) else { return Ok(()) };
@@ -105,7 +105,7 @@ fn not_of(target: &Path, image: PathBuf, is_qcow2: bool) -> Outcome {
     Ok(())
 }
 
-/// Format of the image that is copied, and the size of its disk.
+/// Returns the format of the source image and the size of its disk in bytes.
 fn source(args: &ConvertArgs) -> Outcome<(ImageFormat, u64)> {
     let shown = args.from.display();
     let file = ImageFile::open(&args.from, if args.force_share { For::Sharing } else { For::Reading })?;
@@ -118,7 +118,7 @@ fn source(args: &ConvertArgs) -> Outcome<(ImageFormat, u64)> {
         ImageFormat::Raw => qcow2::Storage::len(&file).map_err(cannot)?,
         ImageFormat::Qcow2 => qcow2::Image::open(&file).map_err(|e| failed(&args.from, &e))?.header().size,
     };
-    // A raw file may end within a sector, whose rest reads as zeroes.
+    // A raw file may end within a sector. The rest of that sector reads as zeroes.
     match size.checked_next_multiple_of(512) {
         Some(rounded) if size > 0 => Ok((format, rounded)),
         _ => Err(Failure::Failed(format!("{shown} has {size} bytes, which is no size of a disk"))),

@@ -17,7 +17,7 @@ use super::{ImageFormat, failed};
 use crate::keyval;
 use crate::outcome::{Failure, Outcome, print};
 
-/// Options of `-o`, named as qemu-img names them.
+/// The options of `-o`, with the names of qemu-img.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Wanted {
@@ -53,12 +53,12 @@ enum Type {
     Zstd,
 }
 
-/// Whether `-o` asks which options there are.
+/// Returns whether `-o` is a request for the list of options.
 pub(super) fn is_help(options: &[String]) -> bool {
     options.iter().any(|o| o == "help" || o == "?")
 }
 
-/// The same text as in the help, without what is around it.
+/// Prints the list of options, as in the help.
 pub(super) fn help() -> Outcome {
     print(&format!("{}\n", super::args::create_options()))
 }
@@ -74,18 +74,18 @@ pub(super) fn run(args: CreateArgs, quiet: bool) -> Outcome {
     }
 }
 
-/// What `-o` says of the target of a copy: its data file. It stands on no image, and its size is
-/// known.
+/// Checks the options `-o` for the target of a copy, and returns its data file. A backing file and
+/// a size are refused, because a copy has its own.
 pub(super) fn data_file(options: &[String], image: &Path) -> Outcome<Option<PathBuf>> {
     let w = parsed(options)?;
     if w.backing_file.is_some() || w.backing_fmt.is_some() {
         return Err(Failure::Usage(
-            "a copy has all of its data itself; leave out backing_file and backing_fmt".into(),
+            "a copy has no backing file; leave out backing_file and backing_fmt".into(),
         ));
     }
     if w.size.is_some() {
         return Err(Failure::Usage(
-            "a copy is as large as what it is of; leave out size, and resize it afterwards".into(),
+            "a copy has the size of its source; leave out size, and resize the copy afterwards".into(),
         ));
     }
     Ok(w.data_file.map(|name| beside(image, &name)))
@@ -99,7 +99,7 @@ fn parsed(options: &[String]) -> Outcome<Wanted> {
     }
 }
 
-/// Options and flags that say the same, put together.
+/// Merges options and flags with the same meaning.
 fn wanted(args: &CreateArgs) -> Outcome<Wanted> {
     let mut w = parsed(&args.options)?;
     let twice = |what: &str| Err(Failure::Usage(format!("{what} is given twice, as a flag and with -o")));
@@ -163,7 +163,7 @@ fn raw(args: &CreateArgs, w: &Wanted, quiet: bool) -> Outcome {
     })
 }
 
-/// The space of a range of a raw image.
+/// Allocates the space of a range of a raw image.
 pub(super) fn fill(file: &ImageFile, range: Range<u64>, mode: Mode, bar: &mut Bar) -> std::io::Result<()> {
     const PIECE: u64 = 8 << 20;
     let size = range.end - range.start;
@@ -181,7 +181,7 @@ pub(super) fn fill(file: &ImageFile, range: Range<u64>, mode: Mode, bar: &mut Ba
     file.sync()
 }
 
-/// What was begun and failed is not left behind.
+/// Removes an incomplete file.
 fn remove(path: &Path, new: bool) {
     if new {
         let _ = std::fs::remove_file(path);
@@ -239,7 +239,7 @@ fn qcow2(args: &CreateArgs, w: Wanted, quiet: bool) -> Outcome {
     make(path, &options, quiet)
 }
 
-/// Size of the disk in the image below, which has to be there and readable.
+/// Returns the size in bytes of the disk in the backing image, which has to exist and be readable.
 pub(super) fn backing_size(image: &Path, name: &str, format: &str) -> Outcome<u64> {
     let path = beside(image, name);
     let file = ImageFile::open(&path, For::Sharing)?;
@@ -279,7 +279,7 @@ fn make(path: &Path, options: &Options, quiet: bool) -> Outcome {
     made.map(drop).map_err(|e| removed(failed(path, &e)))
 }
 
-/// The line that qemu-img prints.
+/// Returns the line that qemu-img prints.
 fn formatting(path: &Path, o: &Options) -> String {
     let on = |on: bool| if on { "on" } else { "off" };
     let mut words =

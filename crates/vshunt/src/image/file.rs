@@ -1,4 +1,4 @@
-//! A file or block device as `qcow2` sees it.
+//! A file or block device as the [`Storage`] of `qcow2`.
 
 use std::cell::Cell;
 use std::fs::{File, FileType, OpenOptions};
@@ -20,14 +20,14 @@ use super::ImageFormat;
 use super::journal::MapJournal;
 use crate::outcome::{Failure, Outcome};
 
-/// What an image is opened for.
+/// The purpose for which an image is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum For {
     Reading,
-    /// Reading, whoever writes meanwhile.
+    /// Reading, even if another process writes.
     Sharing,
     Writing,
-    /// Writing; made if it is not there.
+    /// Writing. A missing file is made.
     Making,
 }
 
@@ -38,13 +38,13 @@ fn check_kind(path: &Path, kind: FileType) -> Outcome {
     }
 }
 
-/// An open image, locked.
+/// An open image, which is locked.
 pub(super) struct ImageFile {
     file: File,
     device: bool,
-    /// It is not locked.
+    /// Whether it is not locked.
     shared: bool,
-    /// Where a device ends for whoever shortened it: it keeps its length.
+    /// The end of a device that was truncated, in bytes. A device keeps its length.
     end: Cell<Option<u64>>,
 }
 
@@ -56,7 +56,7 @@ impl ImageFile {
             check_overlay_marks(path, false)?;
         }
         let cannot = |e| Failure::Failed(format!("cannot open {shown}: {e}"));
-        // Images name files that their writers chose.
+        // The names of files in an image come from its writer.
         let file = match PathFd::open(path) {
             Ok(seen) => {
                 seen.check(path).map_err(|e| Failure::Failed(e.to_string()))?;
@@ -82,10 +82,10 @@ impl ImageFile {
         Ok(Self { file, device: kind.is_block_device(), shared, end: Cell::new(None) })
     }
 
-    /// Its format, by how it begins. `path` is for the message.
+    /// Returns its format, detected from its first bytes. `path` is for the message.
     ///
     /// # Errors
-    /// It cannot be read, or begins as a qcow2 image of a version that is not known.
+    /// It cannot be read, or it begins like a qcow2 image of an unknown version.
     pub(super) fn probe(&self, path: &Path) -> Outcome<ImageFormat> {
         let (shown, mut start) = (path.display(), [0; 8]);
         self.read_at(0, &mut start).map_err(|e| Failure::Failed(format!("cannot read {shown}: {e}")))?;
@@ -99,8 +99,8 @@ impl ImageFile {
         }
     }
 
-    /// Brings in what a killed daemon had not written to a qcow2 image, opened for writing; its
-    /// counts are to be repaired then.
+    /// Applies the journal of a killed daemon to a qcow2 image that is open for writing. Its
+    /// reference counts have to be repaired afterwards.
     pub(super) fn recover(&self, path: &Path) -> Outcome {
         match recover_journal(&self.file, self, path).map_err(|e| super::failed(path, &e))? {
             Recovered::Clean | Recovered::CountsOnly => {}
@@ -116,8 +116,8 @@ impl ImageFile {
         Ok(())
     }
 
-    /// The map journal of a qcow2 image with this header; none: the image was closed, or its last
-    /// writer kept none and each write was stable. Changes nothing.
+    /// Returns the map journal of a qcow2 image with this header. None: the image was closed, or
+    /// its last writer kept no journal and each write was stable. Changes nothing.
     pub(super) fn journal(&self, header: &Header) -> Option<MapJournal> {
         let open = qcow2::journal::journal_of(header)?;
         let state = match read_journal(&self.file, header, self.shared) {
@@ -128,15 +128,15 @@ impl ImageFile {
         Some(MapJournal { path: journal_path(&self.file).ok().filter(|_| has_file), state })
     }
 
-    /// The map journal of a qcow2 image that lacks something that was written to it, which the user
-    /// is told; none: it was closed, or a living process has it.
+    /// Returns the map journal of a qcow2 image that lacks completed writes, and warns the user.
+    /// None: the image was closed, or a live process has it open.
     pub(super) fn lacking(&self, path: &Path) -> Outcome<Option<MapJournal>> {
         let fail = |e: qcow2::Error| super::failed(path, &e);
         let header = qcow2::Image::open(self).map_err(fail)?.header().clone();
         let shown = path.display();
         let journal = self.journal(&header);
         match journal.as_ref().map(|journal| &journal.state) {
-            // One that a living process writes is whole once that has closed it.
+            // An image that a live process writes is complete once that process has closed it.
             None | Some(JournalView::Complete | JournalView::InUse) => return Ok(None),
             Some(JournalView::Changes(changes)) => eprintln!(
                 "vshunt: {shown} was not closed: {} changes of its map are in its journal and not in the image yet; \
@@ -151,17 +151,18 @@ impl ImageFile {
         Ok(journal)
     }
 
-    /// It was repaired: what [`recover`](Self::recover) brought in is not needed any more.
+    /// Removes the journal after a repair. The changes that [`recover`](Self::recover) applied are
+    /// in the image.
     pub(super) fn recovered(&self) {
         remove_journal(&self.file);
     }
 
-    /// Whether it is a block device.
+    /// Returns whether it is a block device.
     pub(super) fn is_device(&self) -> bool {
         self.device
     }
 
-    /// Bytes that it takes on its file system.
+    /// Returns the bytes that it occupies on its file system.
     pub(super) fn space(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.blocks() * 512)
     }
@@ -254,7 +255,7 @@ impl Storage for ImageFile {
         }
         match rustix::fs::seek(&self.file, rustix::fs::SeekFrom::Data(offset)) {
             Ok(data) => Ok(data >= offset + len),
-            // Nothing but holes from there.
+            // Only holes follow.
             Err(Errno::NXIO) => Ok(true),
             Err(_) => Ok(false),
         }

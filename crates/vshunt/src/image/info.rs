@@ -16,17 +16,17 @@ use super::journal::MapJournal;
 use super::{ImageFormat, failed, units};
 use crate::outcome::{Failure, Outcome, print};
 
-/// Images in a chain at most: one that is longer comes back to itself.
+/// The most images of a chain. A longer chain is taken for a cycle.
 const CHAIN_MAX: usize = 256;
 
-/// One image, described.
+/// The description of one image.
 struct Described {
     path: PathBuf,
     size_bytes: u64,
     space_bytes: u64,
-    /// What a qcow2 image says of itself.
+    /// The metadata of a qcow2 image.
     qcow2: Option<Info>,
-    /// What it has outside of itself, if it was not closed.
+    /// Its map journal, if it was not closed.
     journal: Option<MapJournal>,
 }
 
@@ -87,14 +87,14 @@ fn look(path: &Path, format: Option<ImageFormat>, purpose: For) -> Outcome<(Imag
     Ok((file, Described { path: path.to_owned(), size_bytes, space_bytes, qcow2, journal: None }))
 }
 
-/// Path and format of the image below.
+/// Returns the path and the format of the backing image.
 fn below(of: &Described) -> Option<(PathBuf, Option<String>)> {
     let header = &of.qcow2.as_ref()?.header;
     Some((beside(&of.path, header.backing.as_ref()?), header.backing_format.clone()))
 }
 
-/// The files of a qcow2 image and of those below it, by what their headers say; nothing is locked.
-/// What cannot be read ends the list, and what is not called qcow2 is not looked into.
+/// Returns the files of a qcow2 image and of its backing images, by their headers. Nothing is
+/// locked. The list ends at an image that cannot be read. Images of other formats are not parsed.
 pub(crate) fn chain(image: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     let mut next = Some(image.to_owned());
@@ -112,16 +112,16 @@ pub(crate) fn chain(image: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The data file of a qcow2 image, by what its header says.
+/// Returns the data file of a qcow2 image, by its header.
 pub(crate) fn data_file(image: &Path) -> Option<PathBuf> {
     let (_, described) = look(image, Some(ImageFormat::Qcow2), For::Sharing).ok()?;
     Some(beside(image, described.qcow2?.header.data_file.as_ref()?))
 }
 
-/// A name in an image, as a path: relative to the folder of the image.
+/// Returns the path for a file name in an image. The name is relative to the folder of the image.
 pub(super) fn beside(image: &Path, name: &str) -> PathBuf {
     match image.parent() {
-        // A URL, or an absolute path, stays what it is.
+        // A URL or an absolute path is not changed.
         Some(folder) if !name.split('/').next().unwrap_or_default().contains(':') => folder.join(name),
         _ => PathBuf::from(name),
     }
@@ -217,7 +217,7 @@ fn human_specific(info: &Info, text: &mut String) {
     }
 }
 
-/// As `qemu-img snapshot -l` prints them.
+/// Formats snapshots like `qemu-img snapshot -l`.
 pub(super) fn snapshot_table(list: &[Snapshot]) -> String {
     let mut text = String::new();
     let mut line = |cells: [&str; 6]| {

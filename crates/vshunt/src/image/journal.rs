@@ -1,20 +1,20 @@
-//! The map journal of an image that was not closed, as `info` and `check` show it.
+//! The map journal of an image that was not closed, for `info` and `check`.
 
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
 use vshunt_block::JournalView;
 
-/// The journal of a qcow2 image that its last writer, a vshunt, has not closed.
+/// The journal of a qcow2 image that its last writer, a vshunt, did not close.
 pub(super) struct MapJournal {
     /// Its file, if the image was written with one. The file may be missing; see `state`.
     pub(super) path: Option<PathBuf>,
-    /// What is in it. Never [`JournalView::Complete`].
+    /// The state of the journal. Never [`JournalView::Complete`].
     pub(super) state: JournalView,
 }
 
 impl MapJournal {
-    /// One word for the state: `pending`, `in-use` or `lost`.
+    /// Returns the name of the state: `pending`, `in-use` or `lost`.
     fn word(&self) -> &'static str {
         match self.state {
             JournalView::Complete | JournalView::Changes(_) => "pending",
@@ -23,7 +23,7 @@ impl MapJournal {
         }
     }
 
-    /// For a line of text.
+    /// Returns the description for `--output=human`.
     pub(super) fn text(&self) -> String {
         let path = self.path.as_ref().map_or_else(|| "none".to_owned(), |path| path.display().to_string());
         match &self.state {
@@ -36,7 +36,7 @@ impl MapJournal {
         }
     }
 
-    /// For `--output=json`.
+    /// Returns the description for `--output=json`.
     pub(super) fn json(&self) -> Value {
         let mut value = json!({ "state": self.word() });
         if let Some(path) = &self.path {

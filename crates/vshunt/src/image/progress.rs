@@ -1,4 +1,4 @@
-//! How far long work is: a bar on stderr, where that is a terminal.
+//! The progress of a long operation: a bar on stderr, if that is a terminal.
 
 use std::io::{self, IsTerminal, Write};
 

@@ -71,7 +71,7 @@ fn qcow2(path: &Path, file: &ImageFile, size: u64, mode: Mode, quiet: bool) -> O
         Some(name) => Some(ImageFile::open(&beside(path, name), For::Writing)?),
         None => None,
     };
-    // What is below matters only to what comes to lie over it.
+    // The backing image matters only for the part by which the disk grows.
     let below = if size > header.size { below(path, &header)? } else { None };
     let ends_within = !header.size.is_multiple_of(header.cluster_size());
     if ends_within && below.is_some_and(|below| below > header.size || mode != Mode::Off) {
@@ -85,21 +85,21 @@ fn qcow2(path: &Path, file: &ImageFile, size: u64, mode: Mode, quiet: bool) -> O
         .map_err(|e| failed(path, &e))
 }
 
-/// Has the disk's last cluster copied from the image below, by the image as a disk: with all that
-/// it stands on.
+/// Copies the last cluster of the disk from the backing image into the image. The image is opened
+/// as a disk, with its backing chain.
 fn own_last_cluster(path: &Path) -> Outcome {
     let spec = DiskSpec {
         name: path.display().to_string(),
         file: Some(path.to_owned()),
         format: Some(Format::Qcow2),
-        // All is stable when it is closed, and no journal is needed.
+        // All writes are stable when it is closed, so it needs no journal.
         cache: Cache::Writethrough,
-        // This process has locked it, by another descriptor.
+        // This process has locked it through another descriptor.
         locking: false,
         ..DiskSpec::default()
     };
     let disk = Disk::open(&spec).map_err(|e| Failure::Failed(e.to_string()))?;
-    // Nothing reads differently afterwards: what its bitmaps say stays true.
+    // The content of the disk does not change, so its bitmaps stay valid.
     let bitmaps = disk.take_bitmaps();
     let done = disk.own_last_cluster();
     disk.put_bitmaps(bitmaps);
@@ -111,7 +111,7 @@ fn below(path: &Path, header: &Header) -> Outcome<Option<u64>> {
         (None, _) => Ok(None),
         (Some(name), Some(format)) => backing_size(path, name, format).map(Some),
         (Some(name), None) => Err(Failure::Failed(format!(
-            "{} does not say of which format {name} below it is; `qemu-img rebase -u -b {name} -F FORMAT` tells it",
+            "{} does not name the format of its backing image {name}; set it with `qemu-img rebase -u -b {name} -F FORMAT`",
             path.display()
         ))),
     }

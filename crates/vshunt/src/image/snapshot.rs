@@ -47,7 +47,7 @@ fn list(args: &SnapshotArgs) -> Outcome {
     print(&format!("Snapshot list:\n{}", snapshot_table(&list)))
 }
 
-/// Seconds and nanoseconds since 1970.
+/// Returns the time since 1970 in seconds and nanoseconds.
 fn now() -> (u32, u32) {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     (u32::try_from(now.as_secs()).unwrap_or(u32::MAX), now.subsec_nanos())

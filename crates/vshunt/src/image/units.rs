@@ -1,10 +1,11 @@
-//! Numbers as qemu-img prints them.
+//! Numbers in the format of qemu-img.
 
-/// Bytes with three digits in the largest unit that leaves less than 1000: `196 KiB`, `1.5 GiB`.
+/// Formats bytes with three digits, in the largest unit in which the number is below 1000: `196
+/// KiB`, `1.5 GiB`.
 pub(super) fn size(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let mut unit = 0;
-    // The next unit from 1000 on, not from 1024.
+    // The next unit starts at 1000, not at 1024.
     while unit + 1 < UNITS.len() && (bytes >> (10 * unit)) >= 1000 {
         unit += 1;
     }
@@ -16,17 +17,17 @@ pub(super) fn size(bytes: u64) -> String {
     format!("{text} {}", UNITS[unit])
 }
 
-/// Nanoseconds as hours, minutes, seconds: `0000:01:02.003`.
+/// Formats nanoseconds as hours, minutes and seconds: `0000:01:02.003`.
 pub(super) fn clock(ns: u64) -> String {
     let s = ns / 1_000_000_000;
     format!("{:04}:{:02}:{:02}.{:03}", s / 3600, s / 60 % 60, s % 60, ns / 1_000_000 % 1000)
 }
 
-/// Seconds since 1970 in local time: `2026-11-21 19:50:12`.
+/// Formats seconds since 1970 in local time: `2026-11-21 19:50:12`.
 pub(super) fn date(seconds: u32) -> String {
     let time = libc::time_t::from(seconds);
-    // SAFETY: tm is numbers and a pointer, for which zero is valid; localtime_r fills it, both
-    // outlive the call.
+    // SAFETY: zero is valid for `tm`, which has numbers and a pointer. localtime_r fills it. Both
+    // arguments outlive the call.
     let (tm, known) = unsafe {
         let mut tm: libc::tm = std::mem::zeroed();
         let known = !libc::localtime_r(&time, &mut tm).is_null();

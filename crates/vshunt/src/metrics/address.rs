@@ -1,4 +1,4 @@
-//! Where metrics are asked for: as users write it, and listening there.
+//! The address of the server for metrics: how users write it, and listening on it.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -20,7 +20,7 @@ const WORDS: Words = Words {
     if_no_socket: "choose another path for --metrics",
 };
 
-/// `PORT` (of 127.0.0.1), `ADDRESS:PORT` or `unix:PATH`.
+/// An address: `PORT` (of 127.0.0.1), `ADDRESS:PORT` or `unix:PATH`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub(crate) enum Address {
@@ -45,7 +45,7 @@ impl FromStr for Address {
         }
         Err(match (text.strip_prefix(':').and_then(loopback), text.parse::<IpAddr>()) {
             (Some(local), _) => format!(
-                "`{text}` names no address; write {local}, or 0.0.0.0{text} for everybody who reaches this machine"
+                "`{text}` names no address; write {local}, or 0.0.0.0{text} for all clients that reach this machine"
             ),
             (None, Ok(ip)) => format!("`{text}` names no port; write {}", SocketAddr::new(ip, 9150)),
             (None, Err(_)) => {
@@ -72,20 +72,20 @@ impl fmt::Display for Address {
     }
 }
 
-/// What listens there.
+/// A listening socket.
 pub(super) struct Listening {
     pub(super) fd: OwnedFd,
-    /// To be dropped before `fd` is closed.
+    /// The file of a UNIX socket. It is dropped before `fd` is closed.
     pub(super) file: Option<SocketFile>,
-    /// With the port that the system chose, where that was left to it (port 0).
+    /// The address. For port 0 it has the port that the system chose.
     pub(super) at: Address,
 }
 
 impl Address {
-    /// Listens; the descriptor does not block.
+    /// Listens. The descriptor is non-blocking.
     ///
     /// # Errors
-    /// Somebody else does, or the system refuses.
+    /// Another program listens there, or the system refuses.
     pub(super) fn listen(&self) -> Result<Listening> {
         let cannot = |e| Error::io(format!("cannot serve metrics on {self}"), e);
         match self {
@@ -105,10 +105,10 @@ impl Address {
 }
 
 impl Listening {
-    /// On a socket that the service manager made and keeps.
+    /// Takes a listening socket that the service manager made.
     ///
     /// # Errors
-    /// It is none that listens.
+    /// The descriptor is not a listening socket.
     pub(super) fn inherited(fd: OwnedFd) -> Result<Self> {
         let cannot =
             |e: rustix::io::Errno| Error::io("cannot use the inherited socket for metrics", e.into());

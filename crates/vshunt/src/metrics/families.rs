@@ -1,8 +1,9 @@
-//! The table of all metrics: names, units, what they say, and which field of which list each is.
+//! The table of all metrics: their names, units and descriptions, and the fields of the lists that
+//! they show.
 //!
-//! Prometheus' conventions: base units, `_total` for what only grows. Labels of a queue or worker
-//! stay as they are while it lives; what may change beside the figures (a worker's name, an
-//! export's engine) is in an `_info`.
+//! It follows the conventions of Prometheus: base units, and `_total` for counters. The labels of a
+//! queue or worker do not change during its life. Properties that may change (the name of a worker,
+//! the engine of an export) are labels of an `_info` metric.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -18,13 +19,13 @@ use vshunt_types::spec::{
     PortInfo, PortState, QueueInfo, WorkerInfo,
 };
 
-/// Before every name.
+/// The prefix of all names.
 const PREFIX: &str = "vshunt";
 
-/// What a queue can be; see [`QueueInfo::state`].
+/// The states of a queue; see [`QueueInfo::state`].
 const QUEUE_STATES: [&str; 3] = ["stopped", "running", "broken"];
 
-/// What a job can be.
+/// The states of a job.
 const JOB_STATUSES: [JobStatus; 5] =
     [JobStatus::Running, JobStatus::Paused, JobStatus::Aborting, JobStatus::Pending, JobStatus::Concluded];
 
@@ -37,7 +38,7 @@ pub(super) struct Snapshot {
     jobs: Vec<JobInfo>,
     queues: Vec<QueueInfo>,
     workers: Vec<WorkerInfo>,
-    /// System calls that the sandbox refused.
+    /// The number of system calls that the sandbox refused.
     refused: u64,
 }
 
@@ -54,19 +55,19 @@ impl Snapshot {
         }
     }
 
-    /// Queues whose requests are counted: of vhost-net's the kernel tells nothing.
+    /// Returns the queues whose requests are counted. The kernel does not count those of vhost-net.
     fn counted(&self) -> impl Iterator<Item = &QueueInfo> {
         let told = |e: &&ExportInfo| e.spec.kind == ExportKind::VhostUserNet && e.engine == Engine::Kernel;
         self.queues.iter().filter(move |q| !self.exports.iter().filter(told).any(|e| e.spec.name == q.export))
     }
 }
 
-/// All metrics as OpenMetrics text.
+/// Returns all metrics as OpenMetrics text.
 pub(super) fn text(snapshot: Snapshot) -> String {
     let mut registry = Registry::with_prefix(PREFIX);
     registry.register_collector(Box::new(snapshot));
     let mut text = String::new();
-    // Writing to a string does not fail.
+    // A write to a string does not fail.
     let _ = prometheus_client::encoding::text::encode(&mut text, &registry);
     text
 }
@@ -102,7 +103,7 @@ impl From<u64> for Number {
 
 type Labels<'a> = Vec<(&'static str, Cow<'a, str>)>;
 
-/// One figure.
+/// One value.
 struct Sample<'a> {
     labels: Labels<'a>,
     value: Number,
@@ -126,9 +127,9 @@ impl Sample<'_> {
     }
 }
 
-/// One metric, of as many things as there are.
+/// One metric, with a value for each object that has it.
 struct Family {
-    /// Without prefix, unit and suffix.
+    /// The name without prefix, unit and suffix.
     name: &'static str,
     unit: Option<Unit>,
     kind: MetricType,
@@ -136,7 +137,7 @@ struct Family {
     of: Of,
 }
 
-/// Whose it is, and where it comes from.
+/// The objects that have the metric, and the field with its value.
 enum Of {
     Program,
     Refused,
@@ -145,17 +146,17 @@ enum Of {
     Bitmaps,
     NetInfo,
     Net(fn(&NetInfo) -> Option<u64>),
-    /// As the kernel counts a tap's.
+    /// A counter of the kernel for a tap.
     NetCounter(fn(&NetCounters) -> u64),
     ExportInfo,
     Export(fn(&ExportInfo) -> Option<u64>),
-    /// Of ports of a switch.
+    /// A value of each port of a switch.
     Port(fn(&PortInfo) -> u64),
     QueueState,
     Queue(fn(&QueueInfo) -> u64),
-    /// Of queues whose requests we see.
+    /// A counter of each queue whose requests are counted.
     QueueCounter(fn(&QueueInfo) -> u64),
-    /// Of queue pairs of a network.
+    /// A counter of each queue pair of a network.
     PairCounter(fn(&NetQueueCounters) -> u64),
     PairDrops,
     WorkerInfo,
@@ -165,7 +166,8 @@ enum Of {
     Job(fn(&JobInfo) -> u64),
 }
 
-/// What is said in labels; its value is 1. A gauge, since older scrapers know no type `info`.
+/// Makes a metric whose labels have the information. Its value is 1. It is a gauge, because older
+/// scrapers do not know the type `info`.
 const fn info(name: &'static str, help: &'static str, of: Of) -> Family {
     Family { name, unit: None, kind: MetricType::Gauge, help, of }
 }
@@ -181,7 +183,7 @@ const fn counter(name: &'static str, unit: Option<Unit>, help: &'static str, of:
 const BYTES: Option<Unit> = Some(Unit::Bytes);
 const SECONDS: Option<Unit> = Some(Unit::Seconds);
 
-/// Every metric, in the order shown.
+/// All metrics, in the order of the output.
 static FAMILIES: &[Family] = &[
     info("build_info", "The program's version", Of::Program),
     counter("sandbox_refused_calls", None, "System calls that the sandbox refused", Of::Refused),
@@ -238,7 +240,7 @@ static FAMILIES: &[Family] = &[
         "Frames for the guest that found no queue attached, or a full one",
         Of::NetCounter(|c| c.to_guest_dropped),
     ),
-    info("export_info", "An export, what it serves, and who serves its requests", Of::ExportInfo),
+    info("export_info", "An export, its disk or network, and its engine", Of::ExportInfo),
     gauge(
         "export_connected",
         None,
@@ -337,7 +339,7 @@ static FAMILIES: &[Family] = &[
         Of::PairCounter(|n| n.from_guest_batches),
     ),
     counter("queue_dropped_packets", None, "Frames that did not get through, by the reason", Of::PairDrops),
-    info("worker_info", "A worker, and who runs it", Of::WorkerInfo),
+    info("worker_info", "A worker, and its kind", Of::WorkerInfo),
     counter("worker_cpu", SECONDS, "CPU time used", Of::Worker(|w| seconds(w.cpu_time_us))),
     counter("worker_sleeps", None, "Times that it slept", Of::Worker(|w| w.sleeps.into())),
     counter(
@@ -408,7 +410,7 @@ fn sample<'a>(labels: impl Into<Labels<'a>>, value: impl Into<Number>) -> Sample
     Sample { labels: labels.into(), value: value.into() }
 }
 
-/// The word that the protocol has for it.
+/// Returns the name that QMP uses for a value.
 fn word(thing: impl Serialize) -> Cow<'static, str> {
     match serde_json::to_value(thing) {
         Ok(serde_json::Value::String(word)) => word.into(),

@@ -1,47 +1,48 @@
-//! The little of HTTP/1.1 that a scrape takes: one request, one answer, end of the connection (RFC
+//! The part of HTTP/1.1 that a scrape needs: one request, one answer, end of the connection (RFC
 //! 9112).
 //!
-//! Bytes in, bytes out; the sockets are in `serve`. A request's body is not read: none of ours has
-//! one.
+//! It only converts bytes; `serve` has the sockets. The body of a request is not read, because no
+//! supported request has one.
 
 use httparse::{EMPTY_HEADER, Error, Header, Request, Status};
 
-/// Bytes of a request up to the empty line that ends its header; a scraper's has some 300.
+/// The most bytes of a request up to the empty line that ends its header. A scraper sends about
+/// 300.
 pub(super) const REQUEST_BYTES_MAX: usize = 8192;
 
-/// Header fields of a request.
+/// The most header fields of a request.
 const FIELDS_MAX: usize = 64;
 
-/// The two names of the text: it is OpenMetrics, and reads as the older format, too, where `# UNIT`
-/// and `# EOF` are comments and a counter is of no type.
+/// The media type of the text. The text also is valid in the older format of Prometheus, where `#
+/// UNIT` and `# EOF` are comments and a counter has no type.
 const OPENMETRICS: &str = "application/openmetrics-text";
 const OPENMETRICS_WHOLE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// The path.
+/// The path of the metrics.
 const PATH: &str = "/metrics";
 
-/// What bytes that came so far ask for.
+/// The request in the bytes that have arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Asked {
-    /// There is more to come.
+    /// The request is incomplete.
     NotYet,
-    /// The metrics, by the name of their format that the client knows; or why they are not given.
+    /// A complete request: the format of the metrics that the client accepts, or the error.
     Whole {
         outcome: Result<Format, Refusal>,
-        /// HEAD: what would be said, without it.
+        /// The method is HEAD: the answer has no body.
         head_only: bool,
     },
 }
 
-/// What the text is called.
+/// The media type of the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
     OpenMetrics,
     Prometheus,
 }
 
-/// Why not.
+/// Why a request is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
     BadRequest,
@@ -51,7 +52,7 @@ pub(super) enum Refusal {
     Version,
 }
 
-/// Reads a request.
+/// Parses a request.
 pub(super) fn read(bytes: &[u8]) -> Asked {
     let refused = |why| Asked::Whole { outcome: Err(why), head_only: false };
     let mut fields = [EMPTY_HEADER; FIELDS_MAX];
@@ -71,8 +72,8 @@ pub(super) fn read(bytes: &[u8]) -> Asked {
     Asked::Whole { outcome, head_only: request.method == Some("HEAD") }
 }
 
-/// OpenMetrics for who names it (RFC 9110, 12.5.1; weights are not looked at: nobody names it to
-/// refuse it).
+/// Returns OpenMetrics if the client names it (RFC 9110, 12.5.1). Weights are ignored, because no
+/// client names it to refuse it.
 fn format(fields: &[Header<'_>]) -> Format {
     let accepts = |field: &&Header<'_>| field.name.eq_ignore_ascii_case("accept");
     let names =
@@ -83,8 +84,8 @@ fn format(fields: &[Header<'_>]) -> Format {
     }
 }
 
-/// Whether a request's target is ours: `/metrics`, with or without a query, or that of a proxy's
-/// client (`http://host/metrics`, RFC 9112, 3.2.2).
+/// Returns whether the target of a request is `/metrics`, with or without a query, or has the form
+/// that a proxy uses (`http://host/metrics`, RFC 9112, 3.2.2).
 fn is_metrics(target: &str) -> bool {
     let path = match target.strip_prefix("http://") {
         Some(rest) => rest.find('/').map_or("", |at| &rest[at..]),
@@ -94,7 +95,7 @@ fn is_metrics(target: &str) -> bool {
 }
 
 impl Format {
-    /// What comes before `length` bytes of metrics.
+    /// Returns the header of an answer with `length` bytes of metrics.
     pub(super) fn head(self, length: usize) -> Vec<u8> {
         let content_type = match self {
             Self::OpenMetrics => OPENMETRICS_WHOLE,
@@ -105,7 +106,7 @@ impl Format {
 }
 
 impl Refusal {
-    /// What comes before the reason.
+    /// Returns the header of a refusal.
     pub(super) fn head(self) -> Vec<u8> {
         let (status, more) = match self {
             Self::BadRequest => ("400 Bad Request", ""),
@@ -117,7 +118,7 @@ impl Refusal {
         head(status, "text/plain; charset=utf-8", self.text().len(), more)
     }
 
-    /// The reason.
+    /// Returns the reason of a refusal, which is its body.
     pub(super) fn text(self) -> &'static str {
         match self {
             Self::BadRequest => "this is no HTTP request\n",

@@ -1,9 +1,9 @@
-//! The connections of scrapers: one thread for all of them, which waits for none.
+//! The connections of scrapers. One thread serves all of them and waits for none.
 //!
-//! Each connection asks, is answered, and leaves: the end of what we send is marked, and what it
-//! still sends is read and forgotten for a moment, since closing on unread bytes would take the
-//! answer from its reader. Each of these has its time. When there are too many, the one goes that
-//! has not asked for the longest.
+//! A connection has three states: asking, answering, leaving. After the answer, the daemon shuts
+//! down its direction of the stream. It then reads and discards bytes for a moment, because closing
+//! a socket with unread bytes could discard the answer. Each state has a time limit. If there are
+//! too many connections, an old one is closed.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,44 +15,46 @@ use rustix::net::{SendFlags, Shutdown, SocketFlags};
 
 use super::http::{self, Asked, REQUEST_BYTES_MAX};
 
-/// Connections at once. A Prometheus has one or two.
+/// The most connections at the same time. A Prometheus server has one or two.
 const CONNECTIONS_MAX: usize = 32;
 
-/// For a request to come, from when the connection is made.
+/// The time limit for a request, from the start of the connection.
 const ASKING_TIME: Duration = Duration::from_secs(10);
 
-/// For an answer to be taken. A scraper waits for 10 s where nobody says otherwise.
+/// The time limit for sending an answer. By default, a scraper waits for 10 s.
 const ANSWERING_TIME: Duration = Duration::from_secs(30);
 
-/// For a client to close its end.
+/// The time limit for the client to close its end.
 const LEAVING_TIME: Duration = Duration::from_secs(1);
 
-/// How long none is taken in after the system had no descriptor for one: it stays pending.
-const DEAF_TIME: Duration = Duration::from_millis(100);
+/// How long no connection is accepted after the system had no free descriptor. The connection stays
+/// pending.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Makes the text. Called on the thread of [`Scrapes::run`], once for all who ask at the same time.
+/// Makes the text. Called on the thread of [`Scrapes::run`], once for all requests that arrive at
+/// the same time.
 pub(super) type Render = Box<dyn Fn() -> String + Send>;
 
-/// All connections; lives on its thread.
+/// All connections. Only its thread uses it.
 pub(super) struct Scrapes {
     listener: Arc<OwnedFd>,
-    /// Readable once the thread is to end.
+    /// An eventfd that is readable when the thread has to end.
     wake: Arc<OwnedFd>,
     render: Render,
-    /// The oldest first.
+    /// The connections, the oldest first.
     connections: Vec<Connection>,
-    deaf_until: Option<Instant>,
+    accept_paused_until: Option<Instant>,
 }
 
 impl Scrapes {
     pub(super) fn new(listener: Arc<OwnedFd>, wake: Arc<OwnedFd>, render: Render) -> Self {
-        Self { listener, wake, render, connections: Vec::new(), deaf_until: None }
+        Self { listener, wake, render, connections: Vec::new(), accept_paused_until: None }
     }
 
-    /// Answers until told to end.
+    /// Answers until `wake` is readable.
     pub(super) fn run(mut self) {
         loop {
-            match self.turn() {
+            match self.poll_once() {
                 Ok(true) | Err(Errno::INTR) => {}
                 Ok(false) => return,
                 Err(e) => {
@@ -63,14 +65,14 @@ impl Scrapes {
         }
     }
 
-    /// Waits until something can be done, and does it; `false`: told to end.
-    fn turn(&mut self) -> rustix::io::Result<bool> {
+    /// Waits until a connection can proceed, and serves it. Returns false if the thread has to end.
+    fn poll_once(&mut self) -> rustix::io::Result<bool> {
         let now = Instant::now();
-        self.deaf_until = self.deaf_until.filter(|until| *until > now);
-        let wanted = if self.deaf_until.is_some() { PollFlags::empty() } else { PollFlags::IN };
+        self.accept_paused_until = self.accept_paused_until.filter(|until| *until > now);
+        let wanted = if self.accept_paused_until.is_some() { PollFlags::empty() } else { PollFlags::IN };
         let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN), PollFd::new(&self.listener, wanted)];
         fds.extend(self.connections.iter().map(|c| PollFd::new(&c.fd, c.state.wanted())));
-        let next = self.connections.iter().map(|c| c.until).chain(self.deaf_until).min();
+        let next = self.connections.iter().map(|c| c.until).chain(self.accept_paused_until).min();
         poll(&mut fds, next.map(|at| timespec(at.saturating_duration_since(now))).as_ref())?;
         let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         if ready[0] {
@@ -78,7 +80,7 @@ impl Scrapes {
         }
         let mut page = Page { render: &self.render, text: None };
         for (connection, _) in self.connections.iter_mut().zip(&ready[2..]).filter(|(_, ready)| **ready) {
-            connection.go_on(&mut page);
+            connection.proceed(&mut page);
         }
         let now = Instant::now();
         self.connections.retain(|c| !matches!(c.state, State::Over) && c.until > now);
@@ -98,18 +100,18 @@ impl Scrapes {
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(e) => {
-                    // Out of descriptors, most likely; the connection stays pending, so do not spin
-                    // on it.
+                    // There probably are no free descriptors. The connection stays pending, so the
+                    // loop pauses.
                     tracing::warn!("cannot accept a scraper of metrics: {e}");
-                    self.deaf_until = Some(now + DEAF_TIME);
+                    self.accept_paused_until = Some(now + ACCEPT_PAUSE);
                     return;
                 }
             }
         }
     }
 
-    /// Lets one go if there are too many: of those that were answered, else of those that did not
-    /// ask yet, else of all the oldest.
+    /// Closes a connection if there are too many: the oldest that was answered, otherwise the
+    /// oldest without a request, otherwise the oldest of all.
     fn make_room(&mut self) {
         if self.connections.len() < CONNECTIONS_MAX {
             return;
@@ -125,7 +127,7 @@ fn timespec(time: Duration) -> Timespec {
     Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() }
 }
 
-/// The text for those who ask in one turn.
+/// The text for all requests of one iteration.
 struct Page<'a> {
     render: &'a Render,
     text: Option<Arc<str>>,
@@ -140,12 +142,12 @@ impl Page<'_> {
 struct Connection {
     fd: OwnedFd,
     state: State,
-    /// When it is over, whatever it is at.
+    /// The time at which the connection is closed in any state.
     until: Instant,
 }
 
 enum State {
-    /// The bytes of its request that came.
+    /// The bytes of its request that have arrived.
     Asking(Vec<u8>),
     Answering(Answer),
     Leaving,
@@ -162,11 +164,11 @@ impl State {
     }
 }
 
-/// What is sent: both, one after the other.
+/// The answer: the header, then the body.
 struct Answer {
     head: Vec<u8>,
     body: Arc<str>,
-    /// Bytes of both.
+    /// The number of bytes sent.
     sent: usize,
 }
 
@@ -195,14 +197,14 @@ impl Connection {
         Self { fd, state: State::Asking(Vec::new()), until: now + ASKING_TIME }
     }
 
-    /// Does what can be done without waiting.
-    fn go_on(&mut self, page: &mut Page<'_>) {
+    /// Proceeds as far as possible without waiting.
+    fn proceed(&mut self, page: &mut Page<'_>) {
         if let State::Asking(_) = self.state {
             self.ask(page);
         }
         match self.state {
             State::Answering(_) => self.answer(),
-            State::Leaving => self.leave(),
+            State::Leaving => self.discard_input(),
             State::Asking(_) | State::Over => {}
         }
     }
@@ -228,7 +230,7 @@ impl Connection {
         while let State::Answering(answer) = &mut self.state {
             let rest = answer.rest();
             if rest.is_empty() {
-                // An error: the client is gone, which leaving finds out.
+                // An error means that the client has disconnected. The state leaving detects that.
                 let _ = rustix::net::shutdown(&self.fd, Shutdown::Write);
                 self.state = State::Leaving;
                 self.until = Instant::now() + LEAVING_TIME;
@@ -241,8 +243,8 @@ impl Connection {
         }
     }
 
-    /// Forgets what still comes.
-    fn leave(&mut self) {
+    /// Discards the bytes that still arrive.
+    fn discard_input(&mut self) {
         match rustix::io::read(&self.fd, &mut [0; REQUEST_BYTES_MAX]) {
             Ok(0) => self.state = State::Over,
             Ok(_) => {}
@@ -250,7 +252,7 @@ impl Connection {
         }
     }
 
-    /// It cannot go on: for now, or at all.
+    /// Handles an error: the connection waits if the operation would block, and ends otherwise.
     fn stop_at(&mut self, e: Errno) {
         if !matches!(e, Errno::AGAIN | Errno::INTR) {
             self.state = State::Over;

@@ -24,7 +24,8 @@ pub(crate) use self::table::COMMANDS;
 use super::context::{Answer, Arguments, Context};
 use super::message::QmpError;
 
-/// Runs the command called `name`. `fd`: the descriptor that came with it, of `add-fd` alone.
+/// Runs the command called `name`. `fd` is the descriptor that was sent with it; only `add-fd`
+/// takes one.
 pub(crate) fn run(context: &Context, name: &str, members: Map<String, Value>, fd: Option<OwnedFd>) -> Answer {
     let Some(command) = COMMANDS.iter().find(|c| c.name == name) else {
         return Err(QmpError::command_not_found(format!("The command {name} has not been found")));

@@ -1,4 +1,4 @@
-//! What a command is given and what it returns: the daemon, its arguments, its answer.
+//! What a command gets and returns: the daemon, its arguments, its answer.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,28 +15,28 @@ use super::message::QmpError;
 /// Why the daemon ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stop {
-    /// A signal, by number.
+    /// A signal with this number.
     Signal(i32),
     /// The command `quit`.
     Quit,
-    /// The one export of `vshunt-blk --fd` has lost its peer.
+    /// The peer of the only export of `vshunt-blk --fd` has disconnected.
     PeerGone,
 }
 
-/// What a command may act on.
+/// The objects that a command can use.
 #[derive(Clone)]
 pub(crate) struct Context {
     pub(crate) daemon: Arc<Daemon>,
     pub(crate) stop: Sender<Stop>,
-    /// Descriptors that clients passed.
+    /// The descriptors that clients passed.
     pub(crate) fdsets: Arc<Fdsets>,
 }
 
-/// The arguments of a command under way.
+/// The arguments of a running command.
 pub(crate) struct Arguments {
     command: &'static str,
     members: Map<String, Value>,
-    /// The descriptor that came with `add-fd`.
+    /// The descriptor that was sent with `add-fd`.
     fd: Option<OwnedFd>,
 }
 
@@ -45,19 +45,19 @@ impl Arguments {
         Self { command, members, fd }
     }
 
-    /// Takes the descriptor that came with the command.
+    /// Takes the descriptor that was sent with the command.
     pub(crate) fn take_fd(&mut self) -> Option<OwnedFd> {
         self.fd.take()
     }
 
-    /// All members as `T`; a member that `T` does not know is an error.
+    /// Parses all members as `T`. An unknown member is an error.
     pub(crate) fn read<T: DeserializeOwned>(self) -> Result<T, QmpError> {
         let Self { command, members, .. } = self;
         serde_json::from_value(Value::Object(members))
             .map_err(|e| QmpError::generic(format!("arguments of '{command}': {e}")))
     }
 
-    /// Takes one member out, for commands whose other members are a spec.
+    /// Removes one member, for commands whose other members are a specification.
     pub(super) fn take<T: DeserializeOwned>(&mut self, name: &str) -> Result<T, QmpError> {
         let command = self.command;
         let value = self
@@ -69,10 +69,10 @@ impl Arguments {
     }
 }
 
-/// What a command returns.
+/// The result of a command.
 pub(super) type Answer = Result<Value, QmpError>;
 
-/// The answer of a command that returns nothing.
+/// Returns the answer of a command without a result.
 pub(crate) fn done<T>(_: T) -> Value {
     json!({})
 }

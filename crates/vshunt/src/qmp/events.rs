@@ -1,4 +1,4 @@
-//! The daemon's events as clients see them.
+//! The daemon's events as QMP events.
 
 use serde_json::{Value, json};
 use vshunt_daemon::Event;
@@ -7,7 +7,8 @@ use vshunt_types::spec::JobInfo;
 use super::context::Stop;
 use super::message;
 
-/// Name and data of an event. `BLOCK_EXPORT_DELETED` is QEMU's; the others are ours.
+/// Returns the name and the data of an event. `BLOCK_EXPORT_DELETED` is an event of QEMU; QEMU does
+/// not have the others.
 fn name_and_data(event: &Event) -> (&'static str, Value) {
     match event {
         Event::ExportConnected { name } => ("EXPORT_CONNECTED", json!({ "name": name })),
@@ -29,7 +30,7 @@ fn name_and_data(event: &Event) -> (&'static str, Value) {
     }
 }
 
-/// QEMU's, with its members; a job that was cancelled has not failed.
+/// Returns QEMU's event for the end of a job, with its members. A cancelled job has not failed.
 fn job_ended(job: &JobInfo) -> (&'static str, Value) {
     let mut data = json!({
         "type": job.kind,
@@ -44,14 +45,14 @@ fn job_ended(job: &JobInfo) -> (&'static str, Value) {
     (if job.cancelled { "BLOCK_JOB_CANCELLED" } else { "BLOCK_JOB_COMPLETED" }, data)
 }
 
-/// The line for an event of the daemon; what clients are told is logged too.
+/// Returns the line for an event of the daemon, and logs it.
 pub(crate) fn line(event: &Event) -> String {
     let (name, data) = name_and_data(event);
     tracing::info!("{name} {data}");
     message::event(name, data)
 }
 
-/// QEMU's SHUTDOWN: sent once, before anything is taken down.
+/// Returns QEMU's event SHUTDOWN. It is sent once, before anything is released.
 pub(crate) fn shutdown_line(stop: Stop) -> String {
     let reason = match stop {
         Stop::Signal(_) => "host-signal",
@@ -61,11 +62,11 @@ pub(crate) fn shutdown_line(stop: Stop) -> String {
     message::event("SHUTDOWN", json!({ "guest": stop == Stop::PeerGone, "reason": reason }))
 }
 
-/// An event, for docs/reference/qmp.md.
+/// The description of an event for docs/reference/qmp.md.
 #[cfg(test)]
 pub(crate) struct Described {
     pub(crate) name: &'static str,
-    /// Members of its data.
+    /// The members of its data.
     pub(crate) members: &'static [&'static str],
     pub(crate) about: &'static str,
 }

@@ -1,16 +1,15 @@
 //! Descriptors that clients pass with `add-fd`, in numbered sets, as QEMU has them.
 //!
-//! A passed descriptor has two uses. `/dev/fdset/N` names its file where a command takes a disk's
-//! file. And it is a permission: command threads may open the file, or what is in the folder, that
-//! the descriptor refers to, although the sandbox's configured paths do not contain it
-//! (`sandbox::set_granted`).
+//! A passed descriptor has two uses. `/dev/fdset/N` names its file where a command takes the file
+//! of a disk. It also is a permission: command threads may open its file, or files in its folder,
+//! even if the configured paths of the sandbox do not contain them (`sandbox::set_granted`).
 //!
 //! Life cycle: a descriptor is *listed* from `add-fd` until `remove-fd`, or until the last client
 //! leaves if no disk uses its file. A removed descriptor whose file belongs to a disk is *kept*,
 //! unlisted, until no disk has that file: a resize or a snapshot opens the file again.
 //!
-//! Called by client threads. What must never happen: a descriptor that stays open without a list
-//! that names it.
+//! Called by client threads. What must never happen: a descriptor stays open and no list contains
+//! it.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -26,12 +25,13 @@ use vshunt_sandbox as sandbox;
 
 use super::message::QmpError;
 
-/// Sets at once. A client needs one for each image of a backing chain, for the time of one command.
+/// The most sets at the same time. A client needs one for each image of a backing chain, during one
+/// command.
 pub(crate) const SETS_MAX: usize = 1024;
-/// Descriptors in one set: one for each access mode is enough.
+/// The most descriptors in one set. One for each access mode is enough.
 pub(crate) const SET_FDS_MAX: usize = 16;
 
-/// What the names of sets begin with where a file is expected.
+/// The prefix of a path that names a set.
 const PREFIX: &str = "/dev/fdset/";
 
 type Result<T> = std::result::Result<T, QmpError>;
@@ -39,15 +39,15 @@ type Result<T> = std::result::Result<T, QmpError>;
 /// A descriptor that a client passed.
 struct Passed {
     file: File,
-    /// Device number and inode.
+    /// The device number and the inode.
     id: (u64, u64),
     /// O_RDONLY, O_WRONLY or O_RDWR, and O_PATH.
     access: OFlags,
 }
 
 impl Passed {
-    /// Looks at a descriptor without asking the server of a FUSE mount, which may be this process
-    /// or hang.
+    /// Reads the properties of a descriptor. Sends no request to the server of a FUSE mount,
+    /// because that may be this process or may hang.
     fn new(fd: OwnedFd) -> rustix::io::Result<Self> {
         let id = identity(&fd, "")?;
         let access = fcntl_getfl(&fd)? & (OFlags::RWMODE | OFlags::PATH);
@@ -58,7 +58,7 @@ impl Passed {
         self.access == OFlags::RDWR || (!write && self.access == OFlags::RDONLY)
     }
 
-    /// A path that leads to its file, if there is one.
+    /// Returns a path that leads to its file, if there is one.
     fn name(&self) -> Option<PathBuf> {
         let path = std::fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).ok()?;
         let there = identity(CWD, &path).ok();
@@ -79,11 +79,11 @@ struct Listed {
 #[derive(Default)]
 struct Sets {
     listed: BTreeMap<u32, Vec<Listed>>,
-    /// Removed, and of a file that a disk has.
+    /// Removed descriptors whose files belong to disks.
     kept: Vec<Arc<Passed>>,
-    /// Connected clients.
+    /// The number of connected clients.
     clients: usize,
-    /// How often the lists have changed.
+    /// The number of changes of the lists.
     changes: u64,
 }
 
@@ -95,7 +95,8 @@ impl Sets {
         }
     }
 
-    /// Notes a change of the lists; what is listed and kept now, for [`Change::publish`].
+    /// Counts a change of the lists. Returns the descriptors that are listed or kept, for
+    /// [`Change::publish`].
     fn changed(&mut self) -> Change {
         self.changes += 1;
         let all = self.listed.values().flatten().map(|fd| &fd.passed).chain(&self.kept);
@@ -103,17 +104,18 @@ impl Sets {
     }
 }
 
-/// A change of the lists that the sandbox is to be told.
+/// A change of the lists that is to be reported to the sandbox.
 struct Change {
     number: u64,
     passed: Vec<Arc<Passed>>,
 }
 
 impl Change {
-    /// Tells the sandbox what is permitted from now on. Opens the configured paths, and closes
-    /// descriptors, which both may wait for a file system: not with the lock.
+    /// Reports the permissions to the sandbox. Opens the configured paths and closes descriptors.
+    /// Both may wait for a file system, so the caller does not hold the lock.
     fn publish(self) {
-        // One for writing alone, or that is a mere place (O_PATH), shows no right to open the file.
+        // A descriptor that is only for writing, or for a path (O_PATH), does not show the right to
+        // read the file.
         let shows = self.passed.into_iter().filter(|passed| passed.can(false));
         sandbox::set_granted(self.number, shows.map(|passed| passed as sandbox::Granted).collect());
     }
@@ -128,14 +130,14 @@ impl AsFd for Passed {
 /// All sets of a daemon.
 #[derive(Default)]
 pub(crate) struct Fdsets {
-    /// Guards the lists. Held for changes of them; nothing is opened, closed or waited for
-    /// meanwhile.
+    /// Guards the lists. Held for changes of them. No file is opened, closed or waited for while it
+    /// is held.
     sets: Mutex<Sets>,
 }
 
 impl Fdsets {
     fn lock(&self) -> MutexGuard<'_, Sets> {
-        // The lists are whole between any two statements, so a panic elsewhere does not spoil them.
+        // The lists are consistent between any two statements, so they stay valid after a panic.
         self.sets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -193,13 +195,14 @@ impl Fdsets {
         self.lock().listed.iter().map(set).collect()
     }
 
-    /// Notes a client that has connected.
-    pub(crate) fn client_came(&self) {
+    /// Counts a client that has connected.
+    pub(crate) fn client_connected(&self) {
         self.lock().clients += 1;
     }
 
-    /// Notes that a client has left. With the last one go all descriptors whose files no disk has.
-    pub(crate) fn client_left(&self, daemon: &Daemon) {
+    /// Counts a client that has disconnected. After the last one, all descriptors are closed whose
+    /// files belong to no disk.
+    pub(crate) fn client_disconnected(&self, daemon: &Daemon) {
         let mut sets = self.lock();
         sets.clients = sets.clients.saturating_sub(1);
         if sets.clients > 0 || sets.listed.is_empty() {
@@ -214,7 +217,7 @@ impl Fdsets {
         drop(gone);
     }
 
-    /// Closes kept descriptors whose files no disk has any more.
+    /// Closes kept descriptors whose files belong to no disk any more.
     pub(crate) fn prune(&self, daemon: &Daemon) {
         let mut sets = self.lock();
         let gone: Vec<_> = sets.kept.extract_if(.., |kept| !daemon.has_file(kept.id)).collect();
@@ -225,16 +228,16 @@ impl Fdsets {
         }
     }
 
-    /// Returns the path of the file that `file` means: that of a set's file for `/dev/fdset/N`,
-    /// else `file` itself.
+    /// Returns the path that `file` means: for `/dev/fdset/N` the path of the set's file, otherwise
+    /// `file` itself.
     ///
-    /// `write`: the file will be written, which needs a descriptor that allows it. A disk works
-    /// with names (an overlay names the image below, a resize opens the image again), so the file
-    /// needs one that leads to it.
+    /// `write`: the file will be written, which requires a descriptor for writing. A disk uses
+    /// paths (an overlay names its backing image, a resize opens the image again), so the file must
+    /// have one.
     ///
     /// # Errors
-    /// There is no such set, none of its descriptors has the access mode, or its file has no name
-    /// here; with the remedy.
+    /// The set does not exist, none of its descriptors has the access mode, or its file has no path
+    /// here. The message has the remedy.
     pub(crate) fn resolve(&self, file: PathBuf, write: bool) -> Result<PathBuf> {
         let Some(id) = file.to_str().and_then(|text| text.strip_prefix(PREFIX)) else { return Ok(file) };
         let shown = file.display();

@@ -1,27 +1,30 @@
-//! Cuts a byte stream into JSON texts, as a QMP server has to: requests may come in pieces or
+//! Splits a byte stream into JSON texts, as a QMP server has to. A request may arrive in pieces, or
 //! several at once.
 //!
-//! Called by one client's reader thread with whatever `read` returned. Bytes are hostile: nothing
-//! here allocates more than [`MESSAGE_BYTES_MAX`], recurses, or panics. The result does not depend
-//! on where reads were cut.
+//! Called by the reader thread of a client with the bytes of each `read`. The bytes are untrusted:
+//! no code here allocates more than [`MESSAGE_BYTES_MAX`], recurses, or panics. The result does not
+//! depend on how the bytes are divided into reads.
 //!
-//! Two courtesies of QEMU's parser are kept: 'single-quoted' strings (and `\'` in any string), and
-//! recovery: a control character or the byte 0xFE/0xFF throws away a message that was begun.
+//! Two extensions of QEMU's parser are supported: strings in single quotes (and `\'` in any
+//! string), and recovery: a control character or the byte 0xFE or 0xFF discards an incomplete
+//! message.
 
-/// Longest message; longer ones are refused and skipped to the next line.
+/// The bytes of the longest message. Longer messages are refused and skipped to the next line.
 pub(crate) const MESSAGE_BYTES_MAX: usize = 1 << 20;
 
-/// Deepest nesting; below the 128 at which serde_json itself stops, so that the refusal is ours.
+/// The deepest nesting of a message. It is below the limit of serde_json (128), so that the error
+/// message comes from here.
 pub(crate) const NESTING_MAX: u32 = 100;
 
 const _: () = assert!(NESTING_MAX < 128);
 
-/// What came out of the stream.
+/// A part of the stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Frame {
-    /// A text with balanced brackets, single quotes made double: probably JSON.
+    /// A text with balanced brackets, with double quotes instead of single ones. It probably is
+    /// JSON.
     Message(String),
-    /// What was skipped, and why; the stream goes on after it.
+    /// The reason why bytes were skipped. Parsing continues after them.
     Error(&'static str),
 }
 
@@ -29,11 +32,11 @@ pub(crate) enum Frame {
 enum State {
     /// Between messages.
     Between,
-    /// In a message, in no string.
+    /// In a message, outside strings.
     Body,
-    /// In a string that `quote` ends; `escaped`: the last byte was a backslash.
+    /// In a string that `quote` ends. `escaped`: the last byte was a backslash.
     Text { quote: u8, escaped: bool },
-    /// After an error: quiet until a line ends or, if `line` is false, a bracket opens.
+    /// After an error: bytes are skipped until a line ends or, if `line` is false, a bracket opens.
     Skip { line: bool },
 }
 
@@ -52,17 +55,17 @@ impl Default for Framer {
 }
 
 impl Framer {
-    /// At the start of a stream.
+    /// Makes the state of a new stream.
     pub(crate) fn new() -> Self {
         Self { buffer: Vec::new(), state: State::Between, depth: 0 }
     }
 
-    /// Whether a message has begun and not ended.
+    /// Returns whether a message is incomplete.
     pub(crate) fn is_in_message(&self) -> bool {
         matches!(self.state, State::Body | State::Text { .. })
     }
 
-    /// Takes `bytes` in; calls `emit` for each message or error that they complete.
+    /// Parses `bytes`. Calls `emit` for each message or error that they complete.
     pub(crate) fn push(&mut self, bytes: &[u8], mut emit: impl FnMut(Frame)) {
         for &byte in bytes {
             if let Some(frame) = self.byte(byte) {

@@ -1,4 +1,4 @@
-//! QMP messages: a request's members, replies, error classes, events; all as text lines.
+//! QMP messages as lines of text: requests, replies, error classes and events.
 //!
 //! Specified in QEMU's docs/interop/qmp-spec.rst. Messages end with CRLF and are ASCII.
 
@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use vshunt_sandbox as sandbox;
 use vshunt_types::error::{Error, Kind};
 
-/// Error classes of QMP that are in use here.
+/// The error classes of QMP that this server uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Class {
     GenericError,
@@ -17,7 +17,7 @@ pub(crate) enum Class {
     DeviceNotFound,
 }
 
-/// A command's failure as its client sees it.
+/// The error of a command, as the client gets it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct QmpError {
     pub(crate) class: Class,
@@ -34,7 +34,7 @@ impl QmpError {
     }
 }
 
-/// Appended where the sandbox may be the reason.
+/// The remedy that is appended to an error if the sandbox may be the reason.
 const REFUSED: &str = "; if its mode permits that, the sandbox does not: use 'vshunt disk add' and the like, which pass files; or \
      add-fd and /dev/fdset/N; or start the daemon with --allow-path=FOLDER (docs/sandbox.md)";
 
@@ -61,7 +61,7 @@ pub(crate) struct Request {
 }
 
 impl Request {
-    /// Reads a request; with the error goes its id, where one could be read.
+    /// Parses a request. The error comes with the id of the request if it could be read.
     pub(crate) fn parse(text: &str) -> Result<Self, (Option<Value>, QmpError)> {
         let value: Value = serde_json::from_str(text)
             .map_err(|e| (None, QmpError::generic(format!("JSON parse error, {e}"))))?;
@@ -92,7 +92,7 @@ impl Request {
     }
 }
 
-/// The version, as `query-version` and the greeting tell it. QEMU clients look for the member
+/// Returns the version for `query-version` and the greeting. Clients of QEMU look for the member
 /// `qemu`.
 pub(crate) fn version() -> Value {
     let part = |text: &str| text.parse::<u32>().unwrap_or(0);
@@ -106,12 +106,12 @@ pub(crate) fn version() -> Value {
     })
 }
 
-/// The first line of a connection.
+/// Returns the first line of a connection.
 pub(crate) fn greeting() -> String {
     line(&json!({ "QMP": { "version": version(), "capabilities": [] } }))
 }
 
-/// The answer to a request.
+/// Returns the answer to a request.
 pub(crate) fn reply(id: Option<Value>, result: Result<Value, QmpError>) -> String {
     let mut members = Map::new();
     match result {
@@ -126,7 +126,7 @@ pub(crate) fn reply(id: Option<Value>, result: Result<Value, QmpError>) -> Strin
     line(&Value::Object(members))
 }
 
-/// An asynchronous event, stamped now.
+/// Returns an asynchronous event with the current time.
 pub(crate) fn event(name: &str, data: Value) -> String {
     let (seconds, microseconds) = match SystemTime::now().duration_since(UNIX_EPOCH) {
         Ok(t) => (t.as_secs() as i64, i64::from(t.subsec_micros())),
@@ -139,8 +139,8 @@ pub(crate) fn event(name: &str, data: Value) -> String {
     }))
 }
 
-/// One message as it goes over the wire. Outside strings JSON is ASCII, so escaping what is not is
-/// enough.
+/// Returns a message as it is sent. Outside of strings JSON is ASCII, so only other characters are
+/// escaped.
 fn line(value: &Value) -> String {
     let text = value.to_string();
     let mut out = String::with_capacity(text.len() + 2);

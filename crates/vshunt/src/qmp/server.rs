@@ -1,12 +1,16 @@
-//! The QMP server: accepts clients, runs their commands, sends them events.
+//! The QMP server: accepts clients, runs their commands, and sends them events.
 //!
-//! Threads: `ctl-accept`; for each client `ctl-N` (reads, runs commands one after the other) and
-//! `ctl-N-out` (writes). Anyone's thread: [`Server::broadcast`], which formats nothing, waits for
-//! no client and does no blocking call. A client that does not read fills its own queue: its
-//! replies make only its own reader wait, and the first event that finds the queue full ends that
-//! client.
+//! | thread | task |
+//! | --- | --- |
+//! | `ctl-accept` | accepts clients |
+//! | `ctl-N` | one for each client: reads, and runs commands one after the other |
+//! | `ctl-N-out` | one for each client: writes |
+//! | any thread | [`Server::broadcast`], which formats nothing, waits for no client, and makes no blocking call |
 //!
-//! Lock: `clients`, held for map accesses and `try_send` only.
+//! A client that does not read fills its own queue. If the queue is full, a reply blocks only the
+//! reader of that client, and an event disconnects it.
+//!
+//! Lock: `clients`, held only for accesses to the map and for `try_send`.
 
 use std::collections::HashMap;
 use std::io::{ErrorKind, IoSliceMut, Write};
@@ -32,14 +36,14 @@ use super::context::Context;
 use super::framing::{Frame, Framer};
 use super::message::{self, QmpError, Request};
 
-/// Messages that wait for one client; events come in bursts of one for each queue, of which an
-/// export has up to 256.
+/// The most messages that wait for one client. Events come in bursts of one for each queue, and an
+/// export has up to 256 queues.
 const OUT_QUEUE: usize = 1024;
 
-/// Clients at once. Each costs two threads; a control socket has a few.
+/// The most clients at the same time. Each needs two threads, and a control socket has few clients.
 const CLIENTS_MAX: usize = 64;
 
-/// How long the last replies and events may take to leave when the daemon ends.
+/// The time limit for sending the last replies and events when the daemon ends.
 const FLUSH_TIME: Duration = Duration::from_millis(500);
 
 type Line = Arc<str>;
@@ -47,7 +51,7 @@ type Line = Arc<str>;
 struct Client {
     out: SyncSender<Line>,
     stream: Arc<UnixStream>,
-    /// Events go to clients that have negotiated.
+    /// Whether the client has negotiated. Other clients get no events.
     negotiated: Arc<AtomicBool>,
 }
 
@@ -55,29 +59,29 @@ struct Client {
 struct Clients {
     map: HashMap<u64, Client>,
     next: u64,
-    /// Writers that have not ended.
+    /// The number of writer threads that run.
     writers: usize,
-    /// No new clients.
+    /// Whether new clients are refused.
     closed: bool,
 }
 
 struct Shared {
     context: Context,
     clients: Mutex<Clients>,
-    /// A writer ended.
+    /// Signals that a writer thread has ended.
     gone: Condvar,
-    /// Readable once the accept loop is to end.
+    /// An eventfd that is readable when the accept loop has to end.
     wake: rustix::fd::OwnedFd,
 }
 
-/// A running server. Its threads end with [`Server::stop`].
+/// A server. Its threads end with [`Server::stop`].
 #[derive(Clone)]
 pub(crate) struct Server {
     shared: Arc<Shared>,
 }
 
 impl Server {
-    /// A server without a listener, so that events can be bound to it before clients may come.
+    /// Makes a server without a listener, so that events can be bound to it before clients connect.
     pub(crate) fn new(context: Context) -> Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::io("cannot make an eventfd", e.into()))?;
@@ -85,7 +89,7 @@ impl Server {
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    /// Accepts clients from now on.
+    /// Starts to accept clients.
     pub(crate) fn listen(&self, listener: UnixListener) -> Result<()> {
         let failed = |e| Error::io("cannot start the control server", e);
         listener.set_nonblocking(true).map_err(failed)?;
@@ -116,14 +120,14 @@ impl Server {
         });
     }
 
-    /// Takes no more commands, lets what is queued leave (for a bounded time), closes all
+    /// Takes no more commands, sends queued messages for at most [`FLUSH_TIME`], and closes all
     /// connections.
     pub(crate) fn stop(&self) {
         let _ = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
         let mut clients = self.shared.lock();
         clients.closed = true;
-        // Readers see the end of input; without them and without the map's senders, writers end
-        // when done.
+        // Readers see the end of the stream. Writers end once the readers and the senders in the
+        // map are gone and the queue is empty.
         let streams: Vec<Arc<UnixStream>> = clients
             .map
             .drain()
@@ -142,7 +146,7 @@ impl Server {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Clients> {
-        // The map is whole between any two statements, so a panic elsewhere does not spoil it.
+        // The map is consistent between any two statements, so it stays valid after a panic.
         self.clients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -237,9 +241,9 @@ fn try_start(shared: &Arc<Shared>, stream: UnixStream) -> std::io::Result<()> {
         let shared = Arc::clone(shared);
         move || {
             let Context { daemon, fdsets, .. } = &shared.context;
-            fdsets.client_came();
+            fdsets.client_connected();
             Session { context: &shared.context, out, negotiated, passed: Passed::default() }.read(&reading);
-            fdsets.client_left(daemon);
+            fdsets.client_disconnected(daemon);
             shared.lock().map.remove(&id);
         }
     };
@@ -254,14 +258,14 @@ fn write(mut stream: &UnixStream, lines: &Receiver<Line>) {
             break;
         }
     }
-    // Ends the reader too, if the client has only stopped to listen.
+    // This also ends the reader if the client has only stopped to receive.
     let _ = stream.shutdown(Shutdown::Both);
 }
 
-/// The client has gone, or does not take what it asked for.
-struct Gone;
+/// The client has disconnected, or does not receive its replies.
+struct Disconnected;
 
-/// What the reader thread of one client holds.
+/// The state of the reader thread of one client.
 struct Session<'a> {
     context: &'a Context,
     out: SyncSender<Line>,
@@ -271,22 +275,22 @@ struct Session<'a> {
 
 /// The descriptor that a client sent with its last bytes, for `add-fd`.
 ///
-/// A descriptor comes with some byte of the stream. It belongs to the first `add-fd` that ends in
-/// the same read or, if a message is unfinished then, to that message. In all other cases it is
-/// closed, and when the next one comes.
+/// A descriptor is sent with a byte of the stream. It belongs to the first `add-fd` that ends in
+/// the same read or, if a message is incomplete after that read, to that message. In all other
+/// cases it is closed. It also is closed when the next one arrives.
 ///
-/// Only a descriptor of a file is kept (see [`is_file`]). A socket could be the client's own end of
-/// the connection: the daemon would hold that end open itself, would never see the end of the
-/// stream, and the client would keep its place for ever.
+/// Only a descriptor of a file is kept (see [`is_file`]). A socket could be the client's end of the
+/// connection. The daemon would then hold that end open and never see the end of the stream, and
+/// the connection would count as a client for ever.
 #[derive(Default)]
 struct Passed {
     fd: Option<OwnedFd>,
-    /// It came with the bytes that are being looked at.
+    /// Whether it arrived with the current read.
     fresh: bool,
 }
 
 impl Passed {
-    /// Takes what came with a read.
+    /// Takes the descriptor that arrived with a read.
     fn arrived(&mut self, fd: Option<OwnedFd>) {
         let fd = fd.filter(is_file);
         self.fresh = fd.is_some();
@@ -295,22 +299,23 @@ impl Passed {
         }
     }
 
-    /// The descriptor that is of a message that has ended; `wants`: an `add-fd`.
-    fn of_message(&mut self, wants: bool) -> Option<OwnedFd> {
+    /// Returns the descriptor of a message that has ended. `wants`: the message is an `add-fd`.
+    fn take_for_message(&mut self, wants: bool) -> Option<OwnedFd> {
         let fd = self.fd.take_if(|_| wants || !self.fresh);
         fd.filter(|_| wants)
     }
 
-    /// All bytes of a read were looked at; `unfinished`: the last message has not ended.
-    fn looked_at(&mut self, unfinished: bool) {
+    /// Ends a read whose bytes are all parsed. `unfinished`: the last message is incomplete.
+    fn end_read(&mut self, unfinished: bool) {
         if !unfinished {
             self.fd = None;
         }
     }
 }
 
-/// Whether a descriptor has a name in some file system: a file, a directory, a device or a FIFO.
-/// Sockets, io_uring instances and the like have none. Asks no server of a FUSE mount.
+/// Returns whether a descriptor has a path in a file system: a file, a directory, a device or a
+/// FIFO. Sockets, io_uring instances and others have none. Sends no request to the server of a FUSE
+/// mount.
 fn is_file(fd: &OwnedFd) -> bool {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     statx(fd, "", flags, StatxFlags::TYPE).is_ok_and(|seen| {
@@ -320,8 +325,8 @@ fn is_file(fd: &OwnedFd) -> bool {
     })
 }
 
-/// Reads some bytes; the descriptor that came along. More than one in a message are too many: the
-/// others are closed, by the kernel or here.
+/// Reads some bytes, and the descriptor that was sent with them. If a message has more than one
+/// descriptor, the others are closed, by the kernel or here.
 fn receive(stream: &UnixStream, bytes: &mut [u8]) -> rustix::io::Result<(usize, Option<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -362,13 +367,14 @@ impl Session<'_> {
             if state.is_err() {
                 return;
             }
-            self.passed.looked_at(framer.is_in_message());
+            self.passed.end_read(framer.is_in_message());
         }
     }
 
-    /// Waits while the queue is full: who asks faster than he reads waits for himself.
-    fn send(&self, line: String) -> Result<(), Gone> {
-        self.out.send(line.into()).map_err(|_| Gone)
+    /// Queues a reply. Waits while the queue is full, so a client that does not read its replies
+    /// delays only itself.
+    fn send(&self, line: String) -> Result<(), Disconnected> {
+        self.out.send(line.into()).map_err(|_| Disconnected)
     }
 
     fn answer(&mut self, frame: Frame) -> String {
@@ -376,7 +382,7 @@ impl Session<'_> {
             Frame::Message(text) => Request::parse(&text),
             Frame::Error(why) => Err((None, QmpError::generic(why))),
         };
-        let fd = self.passed.of_message(request.as_ref().is_ok_and(|r| r.command == fdset::ADD_FD));
+        let fd = self.passed.take_for_message(request.as_ref().is_ok_and(|r| r.command == fdset::ADD_FD));
         match request {
             Ok(request) => {
                 let id = request.id.clone();

@@ -1,7 +1,7 @@
-//! The control socket's file: made with mode 0600, never taken from a live daemon, removed only
-//! while it is ours.
+//! The file of the control socket. It is made with mode 0600, is not taken from a live daemon, and
+//! is removed only if it is still the same file.
 //!
-//! Called on the main thread, at the start and at the end.
+//! Called on the main thread, at the start and at the end of the daemon.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -22,30 +22,31 @@ const WORDS: Words = Words {
 /// A listening control socket.
 #[derive(Debug)]
 pub(crate) struct ControlSocket {
-    /// The file that we made; none for an inherited socket. Goes before the listener.
+    /// The file that this process made. None for an inherited socket. It is dropped before the
+    /// listener.
     file: Option<SocketFile>,
     listener: UnixListener,
 }
 
 impl ControlSocket {
-    /// Listens at `path`. A socket file whose daemon is gone is replaced; anything else there is an
-    /// error.
+    /// Listens on `path`. A socket file of a daemon that has ended is replaced. Any other file
+    /// there is an error.
     pub(crate) fn bind(path: &Path) -> Result<Self> {
         let (listener, file) = socket_file::bind(path, Some(Mode::RUSR | Mode::WUSR), &WORDS)?;
         Ok(Self { file: Some(file), listener })
     }
 
-    /// A listening socket that the service manager made and keeps.
+    /// Takes a listening socket that the service manager made. Its file is not removed.
     pub(crate) fn inherited(fd: OwnedFd) -> Self {
         Self { file: None, listener: UnixListener::from(fd) }
     }
 
-    /// The listener, for the server.
+    /// Returns the listener for the server.
     pub(crate) fn listener(&self) -> io::Result<UnixListener> {
         self.listener.try_clone()
     }
 
-    /// What to call it in a message.
+    /// Returns its name for messages.
     pub(crate) fn shown(&self) -> String {
         match &self.file {
             Some(file) => file.path().display().to_string(),
@@ -53,7 +54,7 @@ impl ControlSocket {
         }
     }
 
-    /// Removes the file, if it is still the one that we made.
+    /// Removes the file if it is still the one that this process made.
     pub(crate) fn remove(&mut self) {
         self.file = None;
     }

@@ -1,5 +1,4 @@
-//! Structs and enums that serde reads or writes, out of their source: names on the wire, types,
-//! docstrings.
+//! Structs and enums of serde, read from their source: names in JSON, types, docstrings.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,20 +8,20 @@ use syn::{Attribute, Expr, Fields, Item, Lit, Meta, Type};
 /// A member of an object.
 #[derive(Clone, Debug)]
 pub(super) struct Member {
-    /// As it is on the wire.
+    /// Its name in JSON.
     pub(super) name: String,
-    /// In words, as Markdown.
+    /// Its type in words, as Markdown.
     pub(super) kind: String,
     pub(super) optional: bool,
     pub(super) about: String,
 }
 
 enum Shape {
-    /// Members, and the structs whose members belong to them (`flatten`).
+    /// A struct: its members, and the structs whose members belong to it (`flatten`).
     Object { members: Vec<(Member, Type)>, flattened: Vec<String> },
-    /// Words and their docstrings.
+    /// An enum: the words and their docstrings.
     Words(Vec<(String, String)>),
-    /// Something that is written as a string, or in one of several ways.
+    /// A type that is written as a string, or in several ways.
     Other,
 }
 
@@ -36,7 +35,7 @@ struct Thing {
 pub(super) struct Source(BTreeMap<String, Thing>);
 
 impl Source {
-    /// Adds the items of a file of this workspace. `prefix` goes before their names.
+    /// Adds the items of a file of this workspace. `prefix` is put before their names.
     pub(super) fn add(&mut self, root: &Path, path: &str, prefix: &str) {
         let text = std::fs::read_to_string(root.join(path)).unwrap_or_else(|e| panic!("{path}: {e}"));
         for item in syn::parse_file(&text).unwrap_or_else(|e| panic!("{path}: {e}")).items {
@@ -53,13 +52,13 @@ impl Source {
         self.0.get(name).unwrap_or_else(|| panic!("no struct or enum {name}: is its file in reference.rs?"))
     }
 
-    /// The docstring of a struct or enum.
+    /// Returns the docstring of a struct or enum.
     pub(super) fn about(&self, name: &str) -> &str {
         &self.thing(name).about
     }
 
-    /// The members of a struct. Types of the same file are looked up with the prefix of `name`
-    /// first.
+    /// Returns the members of a struct. Types of the same file are looked up with the prefix of
+    /// `name` first.
     pub(super) fn members(&self, name: &str) -> Vec<Member> {
         let prefix = name.rsplit_once("::").map_or(String::new(), |(file, _)| format!("{file}::"));
         let Shape::Object { members, flattened } = &self.thing(name).shape else {
@@ -69,19 +68,19 @@ impl Source {
         for (member, ty) in members {
             let (kind, words) = self.kind(ty, &prefix);
             let mut about = member.about.clone();
-            // The member's own docstring may say which of the words it has.
+            // The docstring of the member may explain the words already.
             let said = words.iter().filter(|(word, _)| about.contains(&format!("`{word}`"))).count() > 1;
             for (word, meaning) in words.iter().filter(|(_, meaning)| !said && !meaning.is_empty()) {
                 about.push_str(&format!(" `{word}`: {}", lower(meaning)));
             }
-            // One that another struct has and this one says more of.
+            // A member that another struct also has, with less information.
             all.retain(|m| m.name != member.name);
             all.push(Member { kind, about, ..member.clone() });
         }
         all
     }
 
-    /// A type in words, and its words if it is an enum.
+    /// Returns a type in words, and the words of an enum.
     fn kind(&self, ty: &Type, prefix: &str) -> (String, Vec<(String, String)>) {
         let Type::Path(path) = ty else { panic!("a type that is no path") };
         let last = path.path.segments.last().expect("a path has segments");
@@ -107,9 +106,9 @@ impl Source {
             "u8" | "u16" | "u32" | "u64" | "usize" | "i32" | "i64" | "RawFd" => plain("integer"),
             "Value" => plain("any"),
             "Table" => plain("table"),
-            // A number of workers besides the words.
+            // It also may be a number of workers.
             "Workers" => plain("string or integer"),
-            // A node's file: its name, or itself.
+            // The file of a node: its name, or the node itself.
             "Child" => plain("string or object"),
             "Source" => plain("string or object"),
             "NetDrops" => plain("object, see [drop reasons](#drop-reasons)"),
@@ -129,7 +128,7 @@ impl Source {
         }
     }
 
-    /// Whether it is a type that is written as text, and not an enum of the same name.
+    /// Returns whether a type is written as text, and is not an enum of the same name.
     fn is_text(&self, name: &str, prefix: &str) -> bool {
         self.0.get(&format!("{prefix}{name}")).is_none_or(|thing| !matches!(thing.shape, Shape::Words(_)))
     }
@@ -144,7 +143,7 @@ fn lower(text: &str) -> String {
     }
 }
 
-/// The docstring as one line of Markdown, without rustdoc's links.
+/// Returns the docstring as one line of Markdown, without links of rustdoc.
 fn about(attributes: &[Attribute]) -> String {
     let lines = attributes.iter().filter_map(|a| match &a.meta {
         Meta::NameValue(pair) if pair.path.is_ident("doc") => match &pair.value {
@@ -159,7 +158,7 @@ fn about(attributes: &[Attribute]) -> String {
     lines.collect::<Vec<_>>().join(" ").replace("[`", "`").replace("`]", "`")
 }
 
-/// What `#[serde(…)]` says.
+/// The content of `#[serde(…)]`.
 #[derive(Default)]
 struct Serde {
     rename: Option<String>,
@@ -237,7 +236,7 @@ fn words(item: &syn::ItemEnum) -> Thing {
     thing(Shape::Words(item.variants.iter().map(word).collect()))
 }
 
-/// `PerQueue` as `per-queue`.
+/// Converts `PerQueue` to `per-queue`.
 fn kebab(ident: &str) -> String {
     let mut out = String::new();
     for (at, c) in ident.chars().enumerate() {

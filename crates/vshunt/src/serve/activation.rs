@@ -1,10 +1,13 @@
-//! Sockets that systemd made for us (LISTEN_FDS): the control socket, that for metrics, and those
+//! Sockets that systemd passes (LISTEN_FDS): the control socket, the socket for metrics, and those
 //! of exports.
 //!
-//! A descriptor belongs to an export if its name (`FileDescriptorName=`) is the export's name or
-//! `socket`, or if it is bound to the export's `socket`; to control if it is named `control` or
-//! bound to the control path; to metrics if it is named `metrics`. Called once, on the main thread,
-//! before other threads are.
+//! | socket | name of the descriptor (`FileDescriptorName=`) | or bound to |
+//! | --- | --- | --- |
+//! | export | the name of the export, or `socket` | the `socket` of the export |
+//! | control | `control` | the path of the control socket |
+//! | metrics | `metrics` | |
+//!
+//! Called once, on the main thread, before other threads exist.
 
 use std::ffi::OsStr;
 use std::os::fd::{BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
@@ -15,7 +18,7 @@ use rustix::net::{SocketAddrUnix, getsockname};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::ExportSpec;
 
-/// One descriptor passed to us.
+/// A descriptor that the service manager passed.
 #[derive(Debug)]
 pub(crate) struct Inherited {
     fd: OwnedFd,
@@ -23,7 +26,7 @@ pub(crate) struct Inherited {
     path: Option<PathBuf>,
 }
 
-/// Takes what the service manager passed; empty if it passed nothing.
+/// Takes the descriptors that the service manager passed. Empty if it passed none.
 pub(crate) fn take() -> Result<Vec<Inherited>> {
     let fds = sd_notify::listen_fds_with_names()
         .map_err(|e| Error::io("cannot take the sockets named by LISTEN_FDS", e))?;
@@ -31,8 +34,8 @@ pub(crate) fn take() -> Result<Vec<Inherited>> {
 }
 
 fn inherit(fd: RawFd, name: String) -> Inherited {
-    // SAFETY: sd_listen_fds(3): descriptors 3.. are ours once LISTEN_PID names us, and this runs
-    // once, before anything else could have taken them.
+    // SAFETY: the descriptors from 3 on belong to this process if LISTEN_PID names it
+    // (sd_listen_fds(3)). This runs once, before other code could have taken ownership of them.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     let path = bound_path(&fd);
     Inherited { fd, name, path }
@@ -50,19 +53,19 @@ impl Inherited {
     }
 }
 
-/// The control socket among `fds`, if it is there.
+/// Removes the control socket from `fds` and returns it, if it is there.
 pub(crate) fn take_control(fds: &mut Vec<Inherited>, path: Option<&Path>) -> Option<OwnedFd> {
     let at = fds.iter().position(|i| i.is("control", path))?;
     Some(fds.swap_remove(at).fd)
 }
 
-/// The socket for metrics among `fds`, if it is there.
+/// Removes the socket for metrics from `fds` and returns it, if it is there.
 pub(crate) fn take_metrics(fds: &mut Vec<Inherited>) -> Option<OwnedFd> {
     let at = fds.iter().position(|i| i.is("metrics", None))?;
     Some(fds.swap_remove(at).fd)
 }
 
-/// Puts descriptors into the exports that they are for; the daemon owns them from then on.
+/// Assigns descriptors to their exports. The daemon owns them from then on.
 pub(crate) fn give_to_exports(fds: &mut Vec<Inherited>, exports: &mut [ExportSpec]) {
     for export in exports.iter_mut().filter(|e| e.fd.is_none()) {
         if let Some(at) = fds.iter().position(|i| i.is(&export.name, export.socket.as_deref())) {
@@ -75,22 +78,23 @@ pub(crate) fn give_to_exports(fds: &mut Vec<Inherited>, exports: &mut [ExportSpe
     }
 }
 
-/// Refuses a descriptor named by a flag that is not open, while the message can still name the
-/// flag.
+/// Checks that a descriptor of a flag is an open socket, while the message can still name the flag.
 pub(crate) fn check_fd(fd: RawFd) -> Result<()> {
     let bad = |why: &str| Error::invalid(format!("fd {fd} {why}; pass an open UNIX socket"));
     if fd < 0 {
         return Err(bad("is no file descriptor"));
     }
     check_open(fd).map_err(|_| bad("is not open"))?;
-    // SAFETY: borrowed for this check only; it is open.
+    // SAFETY: the number is borrowed during this call only, and getsockname of a number that is not
+    // open fails with EBADF.
     let address = getsockname(unsafe { BorrowedFd::borrow_raw(fd) }).map_err(|_| bad("is no socket"))?;
     SocketAddrUnix::try_from(address).map(drop).map_err(|_| bad("is no UNIX socket"))
 }
 
-/// Refuses a descriptor of a network, 0 or more, that is not open.
+/// Checks that a descriptor of a network, 0 or more, is open.
 pub(crate) fn check_open(fd: RawFd) -> Result<()> {
-    // SAFETY: borrowed for this check only; fcntl of a number that is not open fails with EBADF.
+    // SAFETY: the number is borrowed during this call only, and fcntl of a number that is not open
+    // fails with EBADF.
     let open = rustix::io::fcntl_getfd(unsafe { BorrowedFd::borrow_raw(fd) });
     let why = "is not open; pass one of a tap, by the program that starts this one";
     open.map(drop).map_err(|_| Error::invalid(format!("fd {fd} {why}")))

@@ -1,8 +1,8 @@
-//! What the sandbox is to leave to a daemon with this configuration.
+//! What the sandbox permits a daemon with this configuration.
 //!
-//! Called on the main thread before there are others. A control client may add what is not
-//! configured: with a control socket no capability is given up that some kind of disk, network or
-//! export needs. Files that are not configured it opens itself, and passes (`qmp::fdset`).
+//! Called on the main thread before other threads exist. A control client may add disks, networks
+//! and exports. Therefore a daemon with a control socket keeps each capability that some kind of
+//! them needs. A client opens files that are not configured itself, and passes them (`qmp::fdset`).
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -14,18 +14,18 @@ use crate::config::{Control, Setup, control_path};
 use crate::image;
 use crate::metrics::Address;
 
-/// What is read besides what is configured: users' and groups' names, network namespaces, the
-/// kernel's own files.
+/// Paths that the daemon reads in addition to the configured ones: names of users and groups,
+/// network namespaces, files of the kernel.
 const READ: [&str; 9] =
     ["/proc", "/sys", "/etc", "/usr", "/lib", "/lib64", "/nix/store", "/run/netns", "/run/systemd/userdb"];
 
-/// What is written besides what is configured: journals of thin images.
+/// Paths that the daemon writes in addition to the configured ones: journals of thin images.
 const WRITTEN: [&str; 1] = ["/dev/shm"];
 
 /// Devices that exports open.
 const DEVICES: [&str; 5] = ["/dev/null", "/dev/fuse", "/dev/net/tun", "/dev/vhost-net", "/dev/vhost-blk"];
 
-/// What is to be left. `control`: clients may come.
+/// Returns the configuration of the sandbox. `control`: there is a control socket.
 pub(super) fn plan(setup: &Setup, control: bool) -> SandboxConfig {
     let mounts = setup.exports.iter().any(|e| e.kind == ExportKind::Fuse);
     for path in setup.sandbox.allow_paths.iter().filter(|path| !path.exists()) {
@@ -41,7 +41,7 @@ pub(super) fn plan(setup: &Setup, control: bool) -> SandboxConfig {
 }
 
 fn capabilities(setup: &Setup, control: bool, mounts: bool) -> CapabilitySet {
-    // Images and sockets of other users, scheduling of workers, limits.
+    // For images and sockets of other users, the scheduling of workers, and limits.
     let mut needed = CapabilitySet::CHOWN
         | CapabilitySet::DAC_OVERRIDE
         | CapabilitySet::DAC_READ_SEARCH
@@ -56,16 +56,15 @@ fn capabilities(setup: &Setup, control: bool, mounts: bool) -> CapabilitySet {
     if control || setup.nets.iter().any(|n| n.netns.is_some()) {
         needed |= CapabilitySet::SYS_PTRACE;
     }
-    // For mounting, and for entering network namespaces; a tap that is passed may be of another
-    // one.
+    // For mounts and for network namespaces. A tap that is passed may be in another namespace.
     if control || mounts || taps {
         needed |= CapabilitySet::SYS_ADMIN;
     }
     needed
 }
 
-/// What may be opened: the folders of all that is configured, what the daemon needs besides, and
-/// what the user allows.
+/// Returns the paths that may be opened: the folders of all configured files, paths that the daemon
+/// needs in addition, and paths that the user allows.
 fn paths(setup: &Setup) -> Vec<Rule> {
     let mut rules = Vec::new();
     let mut add = |path: PathBuf, access| rules.push(Rule { path, access });
@@ -73,14 +72,14 @@ fn paths(setup: &Setup) -> Vec<Rule> {
         let Some(file) = &disk.file else { continue };
         let files = match disk.format() {
             Format::Qcow2 => image::chain(file),
-            // What a guest writes to a raw image is not looked at.
+            // The content of a raw image comes from its guest and is not parsed.
             Format::Raw | Format::Null | Format::Ram => vec![file.clone()],
         };
-        // Others are made beside an image: overlays, backups. Beside a device there are other
-        // devices.
+        // Overlays and backups are made in the folder of an image. The folder of a device contains
+        // other devices.
         let device = std::fs::metadata(file).is_ok_and(|m| m.file_type().is_block_device());
         folder_of(file).filter(|_| !device).into_iter().for_each(|folder| add(folder, Access::Write));
-        // Images below are opened for writing by a commit, or to mark them.
+        // A commit opens backing images for writing, also to mark them.
         files.into_iter().for_each(|file| add(file, Access::Write));
     }
     let control = match &setup.control {
@@ -112,14 +111,14 @@ fn paths(setup: &Setup) -> Vec<Rule> {
     rules
 }
 
-/// The folder that a file is in, symbolic links followed; none for the root folder, which would
-/// allow all.
+/// Returns the folder of a file, with symbolic links followed. None for the root folder, because it
+/// would allow all paths.
 fn folder_of(path: &Path) -> Option<PathBuf> {
     let real = std::fs::canonicalize(path).or_else(|_| std::path::absolute(path)).ok()?;
     real.parent().filter(|folder| folder.parent().is_some()).map(Path::to_owned)
 }
 
-/// Macvtaps that are there now.
+/// Returns the device files of all existing macvtaps.
 fn macvtaps() -> Vec<PathBuf> {
     let entries = std::fs::read_dir("/dev").into_iter().flatten().flatten();
     let is_one = |name: &str| {

@@ -1,9 +1,9 @@
-//! The daemon's log: to stderr, quiet unless asked, in the form that journald knows when it is the
-//! reader.
+//! The daemon's log. It goes to stderr and is quiet by default. If journald reads stderr, lines
+//! have its format.
 //!
-//! Front ends cannot fill it. Each export has a session thread; of the lines that one place in the
-//! code writes on such a thread, [`LINES`] says how many come through. The next one that does is
-//! preceded by the number of those that were left out. There is no limit with -vv.
+//! Front ends cannot fill the log. Each export has a session thread. [`LINES`] limits the lines
+//! that each place in the code may write on such a thread. The next line that is written is
+//! preceded by the number of lines that were left out. With -vv there is no limit.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -19,10 +19,10 @@ use tracing_subscriber::registry::LookupSpan;
 use vshunt_vhost_user::THREAD_PREFIX;
 use vshunt_vhost_user::rate::Rate;
 
-/// Lines of one kind and one export: at once, and a second after that.
+/// Lines of one kind and one export: burst, and lines per second after it.
 const LINES: Rate = Rate::new(100, 10);
 
-/// Starts logging. `verbose` counts `-v`; `quiet` leaves errors only.
+/// Starts logging. `verbose` is the number of `-v` flags; `quiet` logs errors only.
 pub(crate) fn start(program: &'static str, verbose: u8, quiet: bool) {
     let level = match (quiet, verbose) {
         (true, _) => LevelFilter::ERROR,
@@ -40,23 +40,25 @@ pub(crate) fn start(program: &'static str, verbose: u8, quiet: bool) {
         .try_init();
 }
 
-/// Whether stderr is the stream that JOURNAL_STREAM describes (systemd.exec(5)). The variable alone
-/// does not say so: a shell under systemd hands it on to programs whose stderr is a terminal.
+/// Returns whether stderr is the stream that JOURNAL_STREAM describes (systemd.exec(5)). The
+/// variable alone is not enough: a shell under systemd passes it to programs whose stderr is a
+/// terminal.
 fn stderr_is_journal() -> bool {
     let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
     rustix::fs::fstat(io::stderr()).is_ok_and(|s| stream == format!("{}:{}", s.st_dev, s.st_ino))
 }
 
-/// `vshunt: warning: what happened name=value`, or with sd-daemon(3)'s priority before it.
+/// Formats a line as `vshunt: warning: message name=value`, or with a priority of sd-daemon(3)
+/// before it.
 struct Lines {
     program: &'static str,
     journal: bool,
-    /// Session threads write so many lines only.
+    /// Whether the lines of session threads are limited.
     limited: bool,
 }
 
 impl Lines {
-    /// What a line begins with.
+    /// Writes the beginning of a line.
     fn begin(&self, writer: &mut Writer<'_>, level: Level) -> fmt::Result {
         let (priority, word) = match level {
             Level::ERROR => (3, "error"),
@@ -72,19 +74,19 @@ impl Lines {
     }
 }
 
-/// The lines of one kind.
+/// The lines of one kind on this thread.
 struct Kind {
     rate: Rate,
     left_out: u64,
 }
 
 thread_local! {
-    /// What this thread has written, by the place in the code that wrote it (an event's name is its
-    /// file and line). Only session threads have entries.
+    /// The lines that this thread has written, by the place in the code (the name of an event is
+    /// its file and line). Only session threads have entries.
     static WRITTEN: RefCell<HashMap<&'static str, Kind>> = RefCell::default();
 }
 
-/// Whether a line of this kind is written now, and how many before it were not.
+/// Returns the number of lines left out before this one, or `None` if this line is left out.
 fn passes(kind: &'static str, now: Instant) -> Option<u64> {
     WRITTEN.with_borrow_mut(|written| {
         let kind = written.entry(kind).or_insert(Kind { rate: LINES, left_out: 0 });
@@ -149,7 +151,8 @@ mod tests {
         }
     }
 
-    /// What a thread of this name writes that says one thing 5,000 times, and another once; lines.
+    /// Returns the lines that a thread of this name writes if it logs one message 5,000 times and
+    /// another one once.
     fn written(thread: &str, limited: bool) -> Vec<String> {
         let sink = Sink::default();
         let to = sink.clone();

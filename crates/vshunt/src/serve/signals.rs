@@ -1,8 +1,8 @@
-//! Signals as messages: blocked in every thread, taken by one.
+//! Signals as messages. All threads block them, and one thread waits for them.
 //!
-//! [`block`] must run before any thread is made, since threads inherit the mask; it runs first in
-//! the main thread. A signal that was ignored when the program started (nohup, a background job of
-//! a script) stays ignored.
+//! [`block`] must run on the main thread before other threads start, because threads inherit the
+//! mask. A signal that was ignored when the program started (nohup, a background job of a script)
+//! stays ignored.
 
 use std::io::Write as _;
 use std::mem::MaybeUninit;
@@ -14,7 +14,8 @@ use vshunt_types::error::{Error, Result};
 
 use crate::qmp::Stop;
 
-/// Signals that end the daemon. SIGHUP too: there is no configuration to read again.
+/// Signals that end the daemon. SIGHUP is one of them because the daemon does not reload its
+/// configuration.
 const ENDING: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
 /// The signals that were blocked.
@@ -23,8 +24,8 @@ pub(crate) struct Blocked(libc::sigset_t);
 /// Blocks the signals that end the daemon.
 pub(crate) fn block() -> Result<Blocked> {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: sigemptyset initialises the set it is given; sigaddset gets that set and constants
-    // that are signals.
+    // SAFETY: sigemptyset initialises the set. sigaddset gets that set, and constants that are
+    // valid signals.
     let set = unsafe {
         libc::sigemptyset(set.as_mut_ptr());
         for signal in ENDING.into_iter().filter(|s| !is_ignored(*s)) {
@@ -32,7 +33,7 @@ pub(crate) fn block() -> Result<Blocked> {
         }
         set.assume_init()
     };
-    // SAFETY: `set` is initialised and outlives the call; the old mask is not asked for.
+    // SAFETY: `set` is initialised and outlives the call. The pointer to the old mask may be null.
     let rc = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) };
     if rc != 0 {
         return Err(Error::io("cannot block signals", std::io::Error::from_raw_os_error(rc)));
@@ -40,17 +41,19 @@ pub(crate) fn block() -> Result<Blocked> {
     Ok(Blocked(set))
 }
 
-/// A signal so soon after the first is the same wish, told twice (as timeout(1) does).
-const SAME_WISH: Duration = Duration::from_secs(1);
+/// A second signal within this time is taken for a repetition of the first one (timeout(1) sends
+/// two).
+const REPEATED_SIGNAL_TIME: Duration = Duration::from_secs(1);
 
-/// Sends each signal on as a [`Stop`]. Another one, while the first is being obeyed, ends the
-/// process at once.
+/// Starts the thread that sends the first signal as a [`Stop`]. A later signal, while the daemon
+/// ends, ends the process at once.
 pub(crate) fn forward(blocked: Blocked, stop: Sender<Stop>) -> Result<()> {
     let run = move || {
         let mut first: Option<Instant> = None;
         loop {
             let mut signal = 0;
-            // SAFETY: the set is initialised and `signal` is ours; both outlive the call.
+            // SAFETY: the set is initialised and `signal` is a local variable. Both outlive the
+            // call.
             if unsafe { libc::sigwait(&blocked.0, &mut signal) } != 0 {
                 return;
             }
@@ -59,7 +62,7 @@ pub(crate) fn forward(blocked: Blocked, stop: Sender<Stop>) -> Result<()> {
                     first = Some(Instant::now());
                     let _ = stop.send(Stop::Signal(signal));
                 }
-                Some(then) if then.elapsed() < SAME_WISH => {}
+                Some(then) if then.elapsed() < REPEATED_SIGNAL_TIME => {}
                 Some(_) => {
                     let _ = writeln!(
                         std::io::stderr(),

@@ -42,19 +42,19 @@ pub(crate) struct CommitArgs {
     pub(crate) wait: bool,
 }
 
-/// How fast a job goes.
+/// The speed limit of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Speed {
-    /// Bytes a second.
+    /// Bytes per second.
     Bytes(u64),
-    /// As fast as it goes.
+    /// No limit.
     Max,
-    /// Guests keep most of theirs.
+    /// Guests keep most of their speed.
     Shared,
 }
 
 impl Speed {
-    /// As the protocol has it.
+    /// Returns the limit as QMP encodes it.
     pub(crate) fn limit(self) -> Option<u64> {
         match self {
             Self::Bytes(n) => Some(n),

@@ -1,13 +1,13 @@
-//! The end of `vshunt qmp --help`, made from the table of commands.
+//! The end of `vshunt qmp --help`, generated from the table of commands.
 
 use std::fmt::Write as _;
 
 use crate::qmp::COMMANDS;
 
-/// Widest line of a list in a page: an indented one fits a terminal of 80.
+/// The width of a list in a man page: with its indent, a line fits a terminal of 80 columns.
 const COLUMNS: usize = 70;
 
-/// What `vshunt qmp --help` adds: every command with its arguments and what it does.
+/// Returns the end of `vshunt qmp --help`: all commands with their arguments and descriptions.
 pub(crate) fn qmp_help() -> String {
     let mut text = String::from("Commands:\n  Arguments in brackets are optional.\n");
     for command in COMMANDS {
@@ -21,7 +21,7 @@ pub(crate) fn qmp_help() -> String {
     text
 }
 
-/// Adds words to a line that begins with `first`; lines after it begin with `indent`.
+/// Adds `words`, wrapped. The first line begins with `first`, all others with `indent`.
 fn wrap(text: &mut String, first: &str, indent: &str, words: &str) {
     let mut line = first.to_owned();
     for word in words.split_whitespace() {

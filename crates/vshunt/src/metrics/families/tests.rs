@@ -18,7 +18,7 @@ fn a_queue(export: &str, more: Value) -> QueueInfo {
     read(queue)
 }
 
-/// One of each.
+/// Returns a snapshot with one object of each kind.
 fn whole() -> Snapshot {
     let bitmap = json!({
         "name": "b0", "granularity": 65536, "count": 131072, "recording": true, "persistent": true, "busy": false,
@@ -74,7 +74,7 @@ fn whole() -> Snapshot {
 }
 
 impl Family {
-    /// As a user sees it.
+    /// Returns the name as users see it.
     fn shown(&self) -> String {
         let unit = self.unit.as_ref().map_or(String::new(), |u| format!("_{}", u.as_str()));
         let suffix = match self.kind {
@@ -85,7 +85,7 @@ impl Family {
     }
 }
 
-/// The rows of docs/reference/metrics.md: name, type, labels, meaning.
+/// Returns the rows of docs/reference/metrics.md: name, type, labels, meaning.
 pub(crate) fn rows() -> Vec<[String; 4]> {
     let snapshot = whole();
     let row = |family: &Family| {
@@ -131,7 +131,7 @@ fn what_a_scrape_shows() {
     ] {
         assert!(lines.contains(line), "{line}\n{text}");
     }
-    // What nobody counts is not said to be 0.
+    // A value that is not counted is absent, not 0.
     assert!(!text.contains("vshunt_queue_requests_total{export=\"k0\""), "{text}");
     assert!(lines.contains("vshunt_queue_worker{export=\"k0\",queue=\"0\"} 2"), "{text}");
 }
@@ -144,7 +144,7 @@ fn what_is_not_there_has_no_metric() {
 
 #[test]
 fn the_words_for_states_are_all_there_are() {
-    // A new one does not compile here before it is listed above.
+    // A new status does not compile here before it is in the list above.
     for status in JOB_STATUSES {
         match status {
             JobStatus::Running

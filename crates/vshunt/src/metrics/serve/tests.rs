@@ -9,12 +9,12 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, sendmsg};
 use super::super::{Address, Metrics};
 use super::*;
 
-/// Longest that anything here may take.
+/// The time limit of each step in these tests.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 const GET: &[u8] = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n";
 
-/// Answers with `bytes` bytes; counts how often it was asked to.
+/// A server that answers with `bytes` bytes and counts the requests.
 struct Rig {
     _dir: tempfile::TempDir,
     path: PathBuf,
@@ -56,15 +56,15 @@ fn answer(stream: &mut UnixStream) -> String {
     text
 }
 
-/// The same for a client that sends for longer than it may be listened to: an error may end its
-/// connection, behind the answer.
+/// Reads an answer. For a client that sends for longer than the server reads: an error may end its
+/// connection after the answer.
 fn heard(stream: &mut UnixStream) -> String {
     let mut bytes = Vec::new();
     let _ = stream.read_to_end(&mut bytes);
     String::from_utf8(bytes).unwrap()
 }
 
-/// What an answer's header says of its length, and the body's.
+/// Returns the length in the header of an answer and the length of the body.
 fn lengths(answer: &str) -> (usize, usize) {
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
     let field = head.lines().find_map(|l| l.strip_prefix("Content-Length: ")).unwrap();
@@ -97,12 +97,12 @@ fn a_request_may_come_in_pieces_and_with_more_behind_it() {
         stream.write_all(&[*byte]).unwrap();
     }
     assert_eq!(lengths(&answer(&mut stream)), (10, 10));
-    // What is behind it does not take the answer away.
+    // Bytes after the request do not discard the answer.
     let long = [GET, &[b'z'; 300_000]].concat();
     let mut stream = rig.connect();
     let _ = stream.write_all(&long);
     assert_eq!(lengths(&heard(&mut stream)), (10, 10));
-    // One that says at once that it sends no more.
+    // A client that shuts down its sending side at once.
     let mut stream = rig.connect();
     stream.write_all(GET).unwrap();
     stream.shutdown(std::net::Shutdown::Write).unwrap();
@@ -129,7 +129,7 @@ fn clients_that_do_nothing_hold_up_nobody() {
     let silent: Vec<UnixStream> = (0..200)
         .map(|i| {
             let mut stream = rig.connect();
-            // Half of them begin; those that were let go do not matter.
+            // Half of them start a request. Errors of closed connections are ignored.
             let _ = if i % 2 == 0 { stream.write_all(b"GET /me") } else { Ok(()) };
             stream
         })
@@ -137,7 +137,7 @@ fn clients_that_do_nothing_hold_up_nobody() {
     for _ in 0..10 {
         assert_eq!(lengths(&rig.ask(GET)), (10, 10));
     }
-    // The first were let go, the last are still heard.
+    // The first were closed. The last are still served.
     let mut silent = silent.into_iter();
     let first = silent.nth(1).unwrap();
     assert_eq!((&first).read(&mut [0]).unwrap(), 0);
@@ -160,7 +160,7 @@ fn clients_that_do_not_read_hold_up_nobody() {
     for _ in 0..4 {
         assert_eq!(lengths(&rig.ask(GET)), (bytes, bytes));
     }
-    // One of them wakes up.
+    // One of them starts to read.
     assert_eq!(lengths(&answer(slow.last_mut().unwrap())), (bytes, bytes));
 }
 
@@ -187,7 +187,7 @@ fn pass(stream: &UnixStream, bytes: &[u8], fd: &impl AsFd) {
     assert_eq!(sent, Ok(bytes.len()));
 }
 
-/// Descriptors are closed as the bytes with them are read, so that no client keeps its connection
+/// Descriptors are closed when the bytes with them are read, so that no client keeps its connection
 /// open by passing its own end.
 #[test]
 fn descriptors_that_clients_pass_are_closed() {
@@ -200,9 +200,9 @@ fn descriptors_that_clients_pass_are_closed() {
         pass(&theirs, begin, &theirs);
         pass(&theirs, b"x", &theirs);
         drop(theirs);
-        // Those that are answered have left one turn later.
+        // Answered connections have ended one iteration later.
         for _ in 0..4 {
-            connection.go_on(&mut page);
+            connection.proceed(&mut page);
         }
         assert!(matches!(connection.state, State::Over), "{begin:?}");
     }

@@ -6,7 +6,7 @@ use serde_json::json;
 use crate::qmp::context::{Answer, Arguments, Context, Nothing};
 use crate::qmp::message::QmpError;
 
-/// The one command that takes a descriptor.
+/// The only command that takes a descriptor.
 pub(crate) const ADD_FD: &str = "add-fd";
 
 #[derive(Deserialize)]

@@ -1,6 +1,7 @@
-//! Jobs and dirty bitmaps over QMP: QEMU's names, with its arguments, and ours where it has none.
+//! Commands for jobs and dirty bitmaps, with the names and arguments of QEMU where QEMU has the
+//! command.
 //!
-//! What QEMU has and we do not honour is refused by name.
+//! Arguments of QEMU that are not supported are refused with their names.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -154,7 +155,7 @@ struct BlockCommit {
     auto_dismiss: Option<bool>,
 }
 
-/// Of the active overlay, into the image right below; it completes by itself.
+/// Commits the active overlay into its backing image. The job completes by itself.
 pub(crate) fn block_commit(context: &Context, arguments: Arguments) -> Answer {
     let a: BlockCommit = arguments.read()?;
     if a.auto_finalize == Some(false) {
@@ -171,7 +172,7 @@ struct Id {
     id: String,
 }
 
-/// One of the commands that change a job, named by `id`.
+/// Runs a command that changes a job, named by `id`.
 pub(crate) fn by_id(
     context: &Context,
     arguments: Arguments,
@@ -190,7 +191,7 @@ struct Device {
     _force: Option<bool>,
 }
 
-/// The same, named by `device`.
+/// Runs a command that changes a job, named by `device`.
 pub(crate) fn by_device(
     context: &Context,
     arguments: Arguments,
@@ -228,7 +229,7 @@ pub(crate) fn job_set_speed(context: &Context, arguments: Arguments) -> Answer {
     Ok(done(context.daemon.job_set_speed(&id, speed)?))
 }
 
-/// The members of QEMU's BlockJobInfo.
+/// Returns the members of QEMU's BlockJobInfo.
 fn block_job(job: JobInfo) -> Value {
     json!({
         "type": job.kind,
@@ -274,7 +275,7 @@ struct NewBitmap {
 
 pub(crate) fn block_dirty_bitmap_add(context: &Context, arguments: Arguments) -> Answer {
     let NewBitmap { node, name, granularity, persistent, disabled } = arguments.read()?;
-    // QEMU's default is false, whatever the image.
+    // The default of QEMU is false for all formats.
     let spec = BitmapSpec { disk: node, name, granularity, persistent: Some(persistent), disabled };
     Ok(done(context.daemon.bitmap_add(&spec)?))
 }

@@ -11,7 +11,7 @@ use super::qemu;
 use crate::qmp::context::{Answer, Arguments, Context, Nothing, Stop, done};
 use crate::qmp::message::QmpError;
 
-/// Longest time an attach may be given: a client's thread is not to be parked for ever.
+/// The largest time limit of an attach, because it blocks the thread of the client.
 const ATTACH_TIMEOUT_MS_MAX: u64 = 3_600_000;
 
 #[derive(Deserialize)]
@@ -82,7 +82,7 @@ pub(super) fn disk_remove(context: &Context, arguments: Arguments) -> Answer {
     Ok(done(context.daemon.disk_remove(&arguments.read::<Named>()?.name)?))
 }
 
-/// Said to a client that names a file descriptor for a network.
+/// The error for a file descriptor number of a network.
 const NO_TAP_FD: &str = "a file descriptor cannot be named over the control socket; \
      give an interface's ifname, or pass fd=N to `vshunt serve --net`";
 
@@ -147,7 +147,7 @@ pub(super) fn queue_attach(context: &Context, arguments: Arguments) -> Answer {
 
 pub(super) fn quit(context: &Context, arguments: Arguments) -> Answer {
     arguments.read::<Nothing>()?;
-    // The receiver is gone only when the daemon is ending already, which is what was asked for.
+    // The receiver is missing only if the daemon is ending already.
     let _ = context.stop.send(Stop::Quit);
     Ok(json!({}))
 }

@@ -1,11 +1,11 @@
-//! Commands that QEMU's storage daemon has, with its argument names and its defaults, put onto
-//! disks and exports.
+//! Commands of QEMU's storage daemon, with its arguments and defaults. They work on disks and
+//! exports.
 //!
-//! Where QEMU has a member that changes what the guest sees and we have no such thing, the command
-//! fails and says so; members that choose QEMU's own machinery (`aio`) are read and make no
-//! difference. Defaults differ from `disk-add`/`export-add` where QEMU's do: `writable` is false,
-//! `num-queues` is 1, `logical-block-size` is 512. One does not: without `cache.direct` the page
-//! cache is passed by where possible, which no guest can tell.
+//! A command fails if it has a member of QEMU that changes what the guest sees and that is not
+//! supported here. Members that select parts of QEMU (`aio`) are accepted without effect. Defaults
+//! differ from those of `disk-add` and `export-add` where QEMU's do: `writable` is false,
+//! `num-queues` is 1, `logical-block-size` is 512. There is one exception: without `cache.direct`,
+//! the page cache is bypassed where possible. Guests see no difference.
 
 use std::path::PathBuf;
 
@@ -28,11 +28,11 @@ pub(crate) const BLOCK_EXPORT_ADD: &str = "type: vhost-user-blk, id node-name ad
      [writable num-queues logical-block-size workers serial poll-us memory-may-block]; or type: fuse, id node-name mountpoint \
      [writable growable allow-other num-queues workers transport passthrough poll-us]";
 
-/// Said to a client that names a file descriptor.
+/// The error for a file descriptor number.
 pub(crate) const NO_FD: &str = "a file descriptor cannot be named over the control socket; \
      give a socket's path, or pass fd=N to `vshunt serve --export`";
 
-/// What null-co has when no size is given (QEMU: 1 GiB).
+/// The size of null-co if none is given, in bytes (QEMU: 1 GiB).
 const NULL_SIZE_DEFAULT: u64 = 1 << 30;
 
 fn refuse<T>(why: impl Into<String>) -> Result<T, QmpError> {
@@ -64,7 +64,8 @@ struct CacheMembers {
     no_flush: Option<bool>,
 }
 
-/// QEMU: on, off, auto. What `auto` means there (lock where the system can) is what we do for on.
+/// Values of QEMU: on, off, auto. `on` has the effect that QEMU gives to `auto`: lock where the
+/// system supports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum OnOffAuto {
@@ -120,13 +121,13 @@ enum Child {
     Node(Box<Node>),
 }
 
-/// A member that is there, `null` too.
+/// Reads a member that is present, also if it is `null`.
 fn said<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Value>, D::Error> {
     Value::deserialize(from).map(Some)
 }
 
 impl Node {
-    /// Whether it is an overlay without what it stands on, as yet.
+    /// Returns whether it is an overlay whose backing image is not set yet.
     fn is_overlay(&self) -> Result<bool, QmpError> {
         match &self.backing {
             None => Ok(false),
@@ -189,7 +190,8 @@ impl Node {
         })
     }
 
-    /// The protocol node under `raw` or `qcow2`, with what it did not say itself inherited.
+    /// Merges the protocol node under `raw` or `qcow2` into this node. It inherits the members that
+    /// it does not have.
     fn with_child(mut self) -> Result<Self, QmpError> {
         match (self.driver, self.file.take()) {
             (_, None) => Ok(self),
@@ -432,7 +434,7 @@ pub(crate) fn query_named_block_nodes(context: &Context, arguments: Arguments) -
     Ok(nodes.map(block_device_info).collect())
 }
 
-/// The members of QEMU's BlockDeviceInfo that mean something here.
+/// Returns the members of QEMU's BlockDeviceInfo that exist here.
 fn block_device_info(disk: DiskInfo) -> Value {
     let driver = match disk.spec.format() {
         Format::Raw => "raw",

@@ -111,7 +111,7 @@ pub(crate) fn delete_internal_sync(context: &Context, arguments: Arguments) -> A
     Ok(info(&gone))
 }
 
-/// QEMU's SnapshotInfo.
+/// Returns QEMU's SnapshotInfo.
 fn info(s: &SnapshotInfo) -> Value {
     const SECOND: u64 = 1_000_000_000;
     json!({

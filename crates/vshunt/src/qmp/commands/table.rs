@@ -1,4 +1,5 @@
-//! The table of commands. docs/reference/qmp.md is made from it and from the structs that it names.
+//! The table of commands. docs/reference/qmp.md is generated from it and from the structs that it
+//! names.
 
 use serde_json::json;
 use vshunt_daemon::Daemon;
@@ -9,9 +10,9 @@ use crate::qmp::message;
 
 /// One command.
 pub(crate) struct Command {
-    /// Its name on the wire.
+    /// Its name in the protocol.
     pub(crate) name: &'static str,
-    /// Its arguments in short, for the help; `[x]` may be left out.
+    /// Its arguments in short form, for the help. `[x]` is optional.
     pub(crate) arguments: &'static str,
     /// What it does, in one or two sentences.
     pub(crate) about: &'static str,
@@ -26,13 +27,13 @@ pub(crate) struct Command {
     pub(super) run: fn(&Context, Arguments) -> Answer,
 }
 
-/// A command, with its name and what it does.
+/// Makes an entry for a command without arguments.
 const fn command(name: &'static str, about: &'static str, run: fn(&Context, Arguments) -> Answer) -> Command {
     Command { name, arguments: "", about, takes: "context::Nothing", returns: "", run }
 }
 
 impl Command {
-    /// With arguments: in short, and the struct that they are read into.
+    /// Adds arguments: the short form, and the struct that they are read into.
     const fn takes(self, arguments: &'static str, takes: &'static str) -> Self {
         Self { arguments, takes, ..self }
     }

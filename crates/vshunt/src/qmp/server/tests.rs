@@ -30,7 +30,7 @@ fn rig() -> Rig {
     Rig { _dir: dir, path, server, daemon }
 }
 
-/// A client that speaks in bytes.
+/// A client that sends and receives bytes.
 struct Raw(BufReader<UnixStream>);
 
 impl Raw {
@@ -130,7 +130,7 @@ fn who_does_not_read_is_dropped_and_holds_up_nobody() {
     deaf.ask("{'execute': 'qmp_capabilities'}");
     let mut well = QmpClient::connect(&rig.path).unwrap();
     let start = Instant::now();
-    // More than the queue and the socket's buffers hold together; `well` reads along.
+    // More messages than the queue and the socket buffers hold. `well` reads its own meanwhile.
     for n in 0..20 * OUT_QUEUE {
         rig.server.broadcast(message::event("X", json!({ "n": n, "pad": "x".repeat(200) })));
         well.event().unwrap();

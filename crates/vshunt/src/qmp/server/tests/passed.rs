@@ -1,4 +1,4 @@
-//! Descriptors that clients pass, well or badly.
+//! Descriptors that clients pass correctly or incorrectly.
 
 use std::fs::{self, File};
 use std::io::IoSlice;
@@ -39,7 +39,7 @@ impl Raw {
     }
 }
 
-/// The ends of a pipe. The first one tells whether any process still has the second open.
+/// The read end of a pipe. It shows whether any process has the write end open.
 struct Watch(OwnedFd);
 
 fn watched() -> (Watch, OwnedFd) {
@@ -48,7 +48,7 @@ fn watched() -> (Watch, OwnedFd) {
 }
 
 impl Watch {
-    /// Waits until nobody has the other end any more.
+    /// Waits until no process has the other end open.
     fn closed(&self) {
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
         let time = rustix::time::Timespec { tv_sec: 60, tv_nsec: 0 };
@@ -96,7 +96,7 @@ fn sets_are_made_listed_and_removed_as_qemu_has_it() {
         assert!(answer.get("error").is_some(), "{id}: {answer}");
     }
     assert_eq!(raw.sets().as_array().map(Vec::len), Some(1));
-    // As long as a client is there.
+    // The descriptors are kept as long as one client is connected.
     let mut other = Raw::ready(&rig);
     drop(raw);
     assert_eq!(other.sets()[0]["fdset-id"], 7);
@@ -131,7 +131,7 @@ fn a_descriptor_that_no_add_fd_takes_is_closed() {
     let (watch, fd) = watched();
     raw.pass("\n", &[fd]);
     watch.closed();
-    // Before negotiation, and with the end of the stream.
+    // A descriptor before the negotiation, and one with the end of the stream.
     let mut early = Raw::connect(&rig);
     assert_eq!(class(&one(&mut early, "{'execute': 'add-fd'}")), "CommandNotFound");
     let (watch, fd) = watched();
@@ -153,7 +153,7 @@ fn of_many_descriptors_one_is_kept() {
     watches[1..].iter().for_each(Watch::closed);
     assert!(watches[0].is_open());
     assert_eq!(raw.sets()[0]["fds"].as_array().map(Vec::len), Some(1));
-    // One with each piece of a message that does not end: the last counts.
+    // One descriptor with each piece of an incomplete message: the last one counts.
     let mut last = None;
     raw.pass("{'execute': 'add-fd', 'arguments': {'opaque': '", &[watched().1]);
     for _ in 0..200 {
@@ -165,7 +165,7 @@ fn of_many_descriptors_one_is_kept() {
     raw.send("'}}");
     assert_eq!(raw.read()["return"]["fdset-id"], 1);
     assert!(last.as_ref().is_some_and(Watch::is_open));
-    // Messages before it in the same read do not take it.
+    // Earlier messages in the same read do not take it.
     let (watch, fd) = watched();
     raw.send("{'execute': 'query-version'}");
     raw.pass("{'execute': 'query-version'} {'execute': 'add-fd'} {'execute': 'add-fd'}", &[fd]);
@@ -189,7 +189,7 @@ fn sets_and_their_descriptors_are_limited() {
     raw.pass("{'execute': 'add-fd', 'arguments': {'fdset-id': 5}}", &[fd]);
     assert!(desc(&raw.read()).contains("16 descriptors"));
     watch.closed();
-    // The soft limit of open files may be as low as that of sets.
+    // The soft limit of open files may be as low as the limit of sets.
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
     for _ in 1..SETS_MAX {
@@ -201,7 +201,7 @@ fn sets_and_their_descriptors_are_limited() {
     rig.server.stop();
 }
 
-/// Descriptors of this process that are of that file.
+/// Returns the number of descriptors of this process that refer to that file.
 fn open_of(path: &Path) -> usize {
     let fds = fs::read_dir("/proc/self/fd").unwrap().flatten();
     fds.filter(|fd| fs::read_link(fd.path()).is_ok_and(|target| target == path)).count()
@@ -229,7 +229,7 @@ fn a_set_is_a_disks_file_and_stays_open_as_long_as_the_disk() {
     let disks = raw.ask("{'execute': 'query-disks'}");
     assert_eq!(disks["return"][0]["file"], path.to_str().unwrap());
     let of_disk = open_of(&path) - 2;
-    // Removed, they are not listed, and open as long as the disk has the file.
+    // Removed descriptors are not listed. They stay open as long as the disk has the file.
     raw.ask("{'execute': 'remove-fd', 'arguments': {'fdset-id': 0}}");
     assert_eq!((raw.sets(), open_of(&path)), (json!([]), of_disk + 2));
     raw.add(open(true));
@@ -245,8 +245,8 @@ fn a_set_is_a_disks_file_and_stays_open_as_long_as_the_disk() {
     rig.server.stop();
 }
 
-/// Else the daemon would keep the connection open itself, and the client its place among those that
-/// can be connected.
+/// Otherwise the daemon would keep the connection open itself, and it would count as a client for
+/// ever.
 #[test]
 fn a_client_that_passes_its_own_end_is_gone_when_it_goes() {
     let rig = rig();
