@@ -135,8 +135,8 @@ impl Bits {
         self.blocks(0..self.size)
     }
 
-    /// Sets the bit of each block that overlaps a block set in `other`, whatever its granularity
-    /// is.
+    /// Sets the bit of each block that overlaps a block set in `other`. The granularities may
+    /// differ.
     pub fn add(&self, other: &Self) {
         let mut at = 0;
         while let Some(run) = other.run(at..other.all().end, WORD * WORD) {

@@ -73,7 +73,7 @@ pub struct Copy {
     /// Slots in use in all queues of the copy.
     under_way: AtomicU32,
     /// Whether the copy has ended: all is copied, it failed, or it was stopped, and nothing is
-    /// under way.
+    /// in flight.
     pub over: AtomicBool,
     /// The positive errno of the first failure; 0 if there is none.
     errno: AtomicI32,
@@ -152,7 +152,7 @@ enum Bytes {
     OldData(OldData),
 }
 
-/// The operation under way.
+/// The operation in flight.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
     /// It asks whether there is data.
@@ -432,7 +432,7 @@ impl CopyQueue {
         self.free.push(index);
     }
 
-    /// Ends the copy if all is done and nothing is under way.
+    /// Ends the copy if all is done and nothing is in flight.
     fn look_for_end(&mut self, uring: &mut Uring) {
         if self.copy.over.load(Relaxed) {
             return;
@@ -468,7 +468,7 @@ impl Queue for CopyQueue {
     fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
         let mut taken = 0;
         if self.must_end() {
-            // At once, even if requests are under way.
+            // At once, even if requests are in flight.
             self.copy.work.end(&mut |w| uring.wake(w.who, w.token));
         }
         while taken < budget && !self.free.is_empty() && !self.must_end() {

@@ -1,9 +1,9 @@
 //! Copy before write: copies a disk as it was at one point in time, while guests write to it.
 //!
 //! A write to a block that is not copied yet first reads the old data, on its own handle and
-//! worker, and hands it to the copy queue. It waits for that read, and for reads of the same blocks
-//! by other writes, but not for the target. If all memory for old data is in use, it waits until
-//! the copy queue has written some. When a job ends, for whatever reason, all waiting writes
+//! worker, and passes it to the copy queue. It waits for that read, and for reads of the same
+//! blocks by other writes, but not for the target. If all memory for old data is in use, it waits
+//! until the copy queue has written some. When a job ends for any reason, all waiting writes
 //! continue.
 //!
 //! What must never happen: a write replaces a block while it is still being read for the copy; a
@@ -56,12 +56,12 @@ impl OldData {
     }
 }
 
-/// Reads and writes under way, and the memory for old data.
+/// Reads and writes in flight, and the memory for old data.
 #[derive(Default)]
 struct State {
     /// Writes that wait for a read of these blocks.
     waiting: Vec<(Range<u64>, Waker)>,
-    /// Number of reads under way.
+    /// Number of reads in flight.
     reads: usize,
     /// Old data that was read and is not in the target yet.
     full: VecDeque<OldData>,

@@ -207,7 +207,7 @@ impl Disk {
     }
 
     /// Writes bytes at any offset. Bytes around them, up to the [alignment](Self::alignment), are
-    /// read and written back, so no other write may be under way there. Blocks.
+    /// read and written back, so no other write may be in flight there. Blocks.
     ///
     /// # Errors
     /// The system's.

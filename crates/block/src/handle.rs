@@ -126,7 +126,7 @@ impl DiskHandle {
         match &self.handle {
             Handle::Raw { raw, files } => raw.resume(*files, &self.pool, uring, io, token, res),
             Handle::Qcow2(image) => image.resume(&self.pool, uring, io, token, res),
-            // These never have an operation under way, so the completion is not one of theirs.
+            // These never have an operation in flight, so the completion is not one of theirs.
             Handle::Null | Handle::Ram { .. } | Handle::Gone => Step::Done(-libc::EIO),
         }
     }
@@ -140,9 +140,9 @@ impl DiskHandle {
         step
     }
 
-    /// Undoes [`Disk::attach`], on the same thread, with no request under way.
+    /// Undoes [`Disk::attach`], on the same thread, with no request in flight.
     pub fn detach(self, uring: &mut Uring) {
-        debug_assert!(self.split.is_idle(), "a long request is under way");
+        debug_assert!(self.split.is_idle(), "a long request is in flight");
         match self.handle {
             Handle::Raw { raw, .. } => raw.unregister(uring),
             Handle::Qcow2(image) => image.detach(uring),

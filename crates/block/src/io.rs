@@ -4,7 +4,7 @@
 //! [`Request`]. The backend removes the segments as it transfers them, and keeps its progress in
 //! the [`DriverState`].
 //!
-//! What must never happen: an [`Io`] is moved or dropped while an operation of it is under way. The
+//! What must never happen: an [`Io`] is moved or dropped while an operation of it is in flight. The
 //! kernel holds addresses inside it.
 
 mod state;
@@ -38,7 +38,7 @@ impl Default for Request {
     }
 }
 
-/// A request in a slot of a queue. It does not move while an operation is under way.
+/// A request in a slot of a queue. It does not move while an operation is in flight.
 #[derive(Default)]
 pub struct Io {
     /// What the queue asks.

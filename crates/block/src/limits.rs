@@ -4,8 +4,8 @@ use std::io;
 
 use vshunt_types::error::{Error, Result};
 
-/// The unit of sizes and offsets, in bytes. The size of a disk is a multiple of it, whatever the
-/// logical block size is (virtio 1.3, section 5.2.4: the capacity is in sectors of 512 bytes).
+/// The unit of sizes and offsets, in bytes. The size of a disk is a multiple of it for all logical
+/// block sizes (virtio 1.3, section 5.2.4: the capacity is in sectors of 512 bytes).
 pub const SECTOR_BYTES: u64 = 512;
 
 /// What a guest learns about a disk. Lengths are in bytes.

@@ -1,9 +1,9 @@
 //! Files that users of the host name, checked before they are opened. Called by control threads.
 //!
-//! To open a file can have effects: a FIFO blocks, some devices act, and a file on a mount of this
+//! Opening a file can have effects: a FIFO blocks, some devices act, and a file on a mount of this
 //! process would wait for this process. Another user may also replace a file after it was checked.
 //! So the path is looked up once, with O_PATH, which has no effect on the file. After the check the
-//! same file is opened through /proc/self/fd, whatever the path leads to by then.
+//! same file is opened through /proc/self/fd, even if the path leads to another file by then.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;

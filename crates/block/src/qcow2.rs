@@ -3,7 +3,7 @@
 //!
 //! Most requests take the fast path ([`FastPath`]): they are one transfer of the guest's bytes,
 //! carried out with the queue's own [`Io`]. Other requests take several steps. Their [`Qcow2State`]
-//! has the request and a second [`Io`] for the step under way. A request that waits for another one
+//! has the request and a second [`Io`] for the current step. A request that waits for another one
 //! is woken by a message to the io_uring of its worker, from any worker.
 //!
 //! What must never happen: an image stays behind while parts of its map are only in memory.
@@ -129,7 +129,7 @@ impl Qcow2 {
     }
 
     /// Changes the size of the disk. Before it shrinks, the caller has zeroed the bytes beyond the
-    /// new end; so new bytes read as zeroes. Blocks. No write may be under way.
+    /// new end; so new bytes read as zeroes. Blocks. No write may be in flight.
     ///
     /// # Errors
     /// `EFBIG` if the L1 table is too small, `EIO` for a corrupt image, else the system's.

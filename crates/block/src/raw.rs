@@ -289,7 +289,7 @@ impl Raw {
         Next::Issue
     }
 
-    /// Determines what follows the result of the operation under way.
+    /// Determines what follows the result of the operation in flight.
     #[inline]
     fn after(&self, io: &mut Io, pool: &Pool, res: i32) -> Next {
         if io.state.stage == Stage::Transfer && i64::from(res) == io.request.iov.left_bytes() as i64 {
@@ -455,7 +455,7 @@ impl Raw {
     /// See [`Disk::merge`](super::Disk::merge).
     pub(super) fn merge(&self, offset: u64, bytes: &[u8], fua: bool) -> std::io::Result<()> {
         if let Some(buffered) = &self.buffered {
-            // The page cache merges. No other write to that page is under way, and a later direct
+            // The page cache merges. No other write to that page is in flight, and a later direct
             // write writes it back first.
             // SAFETY: the pointer and length are those of a slice; `buffered` keeps the descriptor
             // open.

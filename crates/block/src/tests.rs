@@ -1,5 +1,5 @@
-//! What every disk does, on every kind of backing that this machine has; and the rig that the other
-//! tests here use.
+//! Tests of every kind of disk, on every kind of backing file or device that this machine has. Also
+//! the rig of the other tests here.
 
 mod bitmaps;
 mod bytes;
@@ -18,12 +18,12 @@ use vshunt_types::spec::{Cache, Direct, DiskSpec, Format};
 
 use super::*;
 
-/// A folder that goes away with the test. `parent` decides the file system.
+/// Makes a folder that is removed when it is dropped. `parent` decides the file system.
 pub(super) fn scratch(parent: &str) -> TempDir {
     tempfile::Builder::new().prefix("vshunt-test-").tempdir_in(parent).unwrap()
 }
 
-/// An image of zeroes.
+/// Makes an image of zeroes.
 pub(super) fn image(dir: &TempDir, name: &str, bytes: u64) -> PathBuf {
     let path = dir.path().join(name);
     File::create(&path).unwrap().set_len(bytes).unwrap();
@@ -44,8 +44,8 @@ pub(super) fn memory_spec(format: Format, size: u64) -> DiskSpec {
     }
 }
 
-/// Opens a disk whose image was closed just now. A child that another test is about to start holds
-/// our descriptors between its fork and exec, and with them their locks.
+/// Opens a disk whose image was closed just now. A child process of another test has the
+/// descriptors of this process between its fork and exec, and with them the locks.
 pub(super) fn open_soon(spec: &DiskSpec) -> Arc<Disk> {
     let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
     loop {
@@ -67,12 +67,13 @@ pub(super) fn is_root() -> bool {
 pub(super) struct LoopDevice(pub(super) PathBuf);
 
 impl LoopDevice {
-    /// `None`, and a line that says why, where this machine or user cannot have one.
+    /// Attaches a loop device. `None`, and a line with the reason, if this machine or user cannot
+    /// have one.
     pub(super) fn new(file: &Path, sector: u32) -> Option<Self> {
         Self::with(file, &["--sector-size", &sector.to_string()])
     }
 
-    /// With flags of losetup.
+    /// Attaches a loop device with these flags of losetup.
     pub(super) fn with(file: &Path, flags: &[&str]) -> Option<Self> {
         if !is_root() {
             eprintln!("skipped: block devices, because loop devices need root");
@@ -104,7 +105,7 @@ impl Drop for LoopDevice {
     }
 }
 
-/// Numbers that a seed decides, which each test names.
+/// Random numbers from a seed. Each test names its seed.
 pub(super) struct Random(fastrand::Rng);
 
 impl Random {
@@ -123,7 +124,7 @@ pub(super) struct Rig {
     pub(super) handle: DiskHandle,
 }
 
-/// A request to be run: data segments as (address, length).
+/// A request, with data segments as (address, length).
 pub(super) struct Ask {
     pub(super) op: Op,
     pub(super) offset: u64,
@@ -154,7 +155,7 @@ impl Rig {
         &self.handle._disk
     }
 
-    /// Runs requests side by side. `lie` may change a result on its way to the backend.
+    /// Runs requests at the same time. `lie` may change a result before the backend gets it.
     pub(super) fn run_with(&mut self, asks: &[Ask], mut lie: impl FnMut(&Io, i32) -> i32) -> Vec<i32> {
         let mut ios: Box<[Io]> = asks.iter().map(|_| Io::default()).collect();
         let mut done: Vec<Option<i32>> = vec![None; asks.len()];
@@ -216,7 +217,7 @@ struct Fuzz {
     random: Random,
     model: Vec<u8>,
     guest: Vec<u8>,
-    /// Where segments may begin and end, bytes.
+    /// The alignment of segments, in bytes.
     grain: u64,
 }
 
@@ -228,8 +229,8 @@ impl Fuzz {
         Self { random: Random::new(seed), model, guest: vec![0; Self::GUEST_BYTES + 4096], grain }
     }
 
-    /// Segments of `len` bytes in all, each of at least a grain, from `at` on in guest memory, with
-    /// gaps.
+    /// Returns segments of `len` bytes in total, each of at least a grain, from `at` on in guest
+    /// memory, with gaps.
     fn split(&mut self, at: &mut usize, mut len: u64) -> Vec<(*mut u8, usize)> {
         let mut parts = Vec::new();
         let base = self.guest.as_mut_ptr();
@@ -248,14 +249,14 @@ impl Fuzz {
         parts
     }
 
-    /// Ranges for a batch that do not touch each other.
+    /// Returns ranges for a batch that do not overlap.
     fn ranges(&mut self) -> Vec<(u64, u64)> {
         let sectors = self.model.len() as u64 / SECTOR_BYTES;
         let n = 1 + self.random.below(8);
         let lane = sectors / n;
         (0..n)
             .map(|i| {
-                // Half of them on page boundaries, as guests do it.
+                // Half of them start at page boundaries, as those of guests do.
                 let unit = if self.random.below(2) == 0 { 8 } else { 1 };
                 let at = self.random.below(lane) / unit * unit;
                 let longest = (lane - at).min(if self.random.below(8) == 0 { 700 } else { 40 });
@@ -311,7 +312,7 @@ impl Fuzz {
                 Op::Read => assert!(bytes().eq(self.model[range].iter().copied()), "read at {}", ask.offset),
                 Op::Write => self.model[range].iter_mut().zip(bytes()).for_each(|(m, b)| *m = b),
                 Op::WriteZeroes { .. } => self.model[range].fill(0),
-                // What it reads as afterwards is the device's affair.
+                // The device decides the content after a discard.
                 Op::Discard => {
                     let now = rig.read(ask.offset, ask.len as usize);
                     self.model[range].copy_from_slice(&now);
@@ -322,8 +323,8 @@ impl Fuzz {
     }
 }
 
-/// Random requests against a disk, then a look at the whole of it, also past us where it has an
-/// image.
+/// Runs random requests against a disk, then compares the whole disk, and its image file if it has
+/// one.
 fn fuzz(what: &str, spec: &DiskSpec, seed: u64, grain: u64) {
     let mut rig = Rig::new(spec);
     let size = rig.disk().size_bytes();
@@ -427,7 +428,7 @@ fn ram_reads_zeroes_where_it_grew() {
     let mut rig = Rig::new(&memory_spec(Format::Ram, 10 * 512));
     assert_eq!(rig.write(0, &[7; 5120]), 0);
     rig.disk().resize(512).unwrap();
-    // A write that comes late for the shrinking, as an undrained queue's would.
+    // A write after the disk has shrunk, like one of a queue that was not drained.
     assert_eq!(rig.write(1024, &[9; 512]), 0);
     rig.disk().resize(64 << 20).unwrap();
     assert_eq!(rig.read(0, 512), [7; 512]);
@@ -452,7 +453,8 @@ fn ram_is_resized_under_io() {
                 let mut rig = Rig { handle: disk.attach(&mut ring), ring };
                 let mut random = Random::new(seed);
                 while !stop.load(Ordering::Relaxed) {
-                    // Sizes of a moment ago too, as a queue that has checked already has it.
+                    // Also offsets within the former size, like those of a queue that has checked a
+                    // request already.
                     let offset = random.below(4 << 20) & !511;
                     let res = rig.write(offset, &[seed as u8; 8192]);
                     assert!(res == 0 || res == -libc::EIO);

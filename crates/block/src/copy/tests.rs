@@ -1,4 +1,4 @@
-//! A disk is copied while it is written: the copy is what the disk was when it began.
+//! A disk is copied while it is written. The copy has the content of the disk at its start.
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -26,7 +26,7 @@ fn open(dir: &Path, format: Format, name: &str) -> Arc<Disk> {
     };
     let until = Instant::now() + Duration::from_secs(60);
     loop {
-        // Another test's child may hold the lock between its fork and exec.
+        // A child process of another test may hold the lock between its fork and exec.
         match Disk::open(&spec) {
             Ok(disk) => return disk,
             Err(e) if Instant::now() < until => drop(e),
@@ -35,7 +35,7 @@ fn open(dir: &Path, format: Format, name: &str) -> Arc<Disk> {
     }
 }
 
-/// One request, waited for.
+/// Runs one request and waits for it.
 fn ask(uring: &mut Uring, handle: &DiskHandle, op: Op, offset: u64, bytes: &mut [u8]) {
     let mut io = Io::default();
     io.reset(op, offset, false);
@@ -55,7 +55,7 @@ fn contents(disk: &Arc<Disk>) -> Vec<u8> {
     all
 }
 
-/// Writes a stretch of the disk of its own, until it is told to stop and has done some.
+/// Writes its own part of the disk, until `stop` is set and it has written some.
 fn guest(disk: &Arc<Disk>, stretch: Range<u64>, seed: u64, stop: &AtomicBool) {
     let mut random = Random::new(seed);
     let mut ring = Uring::new().unwrap();
@@ -88,7 +88,7 @@ fn fill(disk: &Arc<Disk>) {
     handle.detach(&mut ring);
 }
 
-/// Copies `source` to `target` under two guests, with the queue moved meanwhile.
+/// Copies `source` to `target` while two guests write. The queue moves meanwhile.
 fn copy_under_load(source: &Arc<Disk>, target: &Arc<Disk>, shift: u32, compress: bool) -> Arc<Copy> {
     fill(source);
     let before = contents(source);
@@ -98,7 +98,7 @@ fn copy_under_load(source: &Arc<Disk>, target: &Arc<Disk>, shift: u32, compress:
     source.set_write_observers(WriteObservers { dirty: vec![], copy_before_write: Some(work.clone()) });
     let copy = Copy::new(source.clone(), target.clone(), work, std::thread::current());
     let copy = Arc::new(copy.onto_fresh(true).compressed(compress));
-    // At first nothing but what guests write.
+    // At first, only blocks that guests write are copied.
     copy.paused.store(true, Relaxed);
     let workers = Workers::new(50).unwrap();
     let ids: Vec<_> = (0..2).map(|_| workers.create(None, &Settings::default()).unwrap()).collect();
@@ -166,7 +166,7 @@ fn so_it_is_when_it_is_compressed() {
 fn a_target_that_fails_ends_the_copy_and_no_guest() {
     let dir = tempfile::tempdir_in("/var/tmp").unwrap();
     let source = open(dir.path(), Format::Ram, "s");
-    // What is read-only cannot be written.
+    // A read-only disk cannot be written.
     drop(open(dir.path(), Format::Raw, "t"));
     let spec = DiskSpec {
         name: "t".to_owned(),
@@ -218,7 +218,7 @@ fn a_copy_that_is_stopped_lets_all_writes_go() {
         let set = QueueSet::new("copy", &workers, &[home]).unwrap();
         set.start(0, Box::new(CopyQueue::new(copy.clone(), set.stats(0).clone())));
         let (done, is_done) = std::sync::mpsc::channel();
-        // More than pieces have room for, so that what nobody takes is waited for.
+        // More data than the pieces hold, so that the copy has to wait for a reader.
         std::thread::spawn(move || {
             let mut ring = Uring::new().unwrap();
             let handle = source.attach(&mut ring);

@@ -39,7 +39,7 @@ impl Disk {
 
     /// Changes the size to `size_bytes`, a positive multiple of 512. New bytes read as zeroes.
     ///
-    /// Before a disk shrinks its queues have to be drained: a write under way beyond the new end
+    /// Before a disk shrinks its queues have to be drained: a write in flight beyond the new end
     /// would make an image file longer again. (Memory stays valid in any case.) One resize runs at
     /// a time.
     ///
@@ -77,7 +77,7 @@ impl Disk {
 
     /// Ends the disk after `end` bytes. The size becomes that in whole sectors, which may be 0.
     /// Bytes beyond read as zeroes if the disk grows again. Blocks. No write and no other change of
-    /// the size may be under way.
+    /// the size may be in flight.
     ///
     /// # Errors
     /// `EPERM` for a block device, `ENOSPC` for memory, `EFBIG` if no file can have the
@@ -107,7 +107,7 @@ impl Disk {
 
     /// Makes the disk `end` bytes long, in whole sectors, if it is shorter. New bytes read as
     /// zeroes. Returns whether it was shorter. Blocks. One call runs at a time, and none during a
-    /// [`resize`](Self::resize). No write to a qcow2 disk may be under way.
+    /// [`resize`](Self::resize). No write to a qcow2 disk may be in flight.
     ///
     /// # Errors
     /// `EPERM` for a block device, `ENOSPC` for memory, `EFBIG` if the L1 table of a qcow2

@@ -12,7 +12,7 @@
 //!
 //! So a long request is done in parts, and the other queues are served after each part. Each part
 //! is a whole request of the backend, which does not know about the others. One long request of
-//! each queue is under way at a time. The others wait in the order in which they came, so that a
+//! each queue is in flight at a time. The others wait in the order in which they came, so that a
 //! queue with many of them gets no larger share.
 //!
 //! Invariant: a request between two of its parts has a completion on the io_uring, or waits for a
@@ -43,7 +43,7 @@ pub(super) struct SplitRequests {
     copy_bytes: Option<u64>,
     /// Whether long discards and WriteZeroes are split: only on a disk in memory.
     clears: bool,
-    /// Whether a long request is under way.
+    /// Whether a long request is in flight.
     busy: Cell<bool>,
     /// The requests that wait for it, oldest first.
     waiting: RefCell<VecDeque<Token>>,
@@ -85,7 +85,7 @@ impl SplitRequests {
         self.copy_bytes.is_some() && io.state.split.as_ref().is_some_and(|split| split.active)
     }
 
-    /// Returns whether no long request is under way.
+    /// Returns whether no long request is in flight.
     pub(super) fn is_idle(&self) -> bool {
         !self.busy.get()
     }

@@ -1,4 +1,4 @@
-//! What the drivers of a disk keep about a request while it is under way.
+//! What the drivers of a disk keep about a request while it is in flight.
 //!
 //! A driver uses its own part only. The parts of drivers that few requests need are boxed, and are
 //! allocated when a slot needs one for the first time.
@@ -15,7 +15,7 @@ use crate::iovecs::Hidden;
 pub(crate) struct DriverState {
     /// Raw files: bytes that are complete.
     pub(crate) done: u64,
-    /// Raw files: the operation under way.
+    /// Raw files: the operation in flight.
     pub(crate) stage: Stage,
     /// Raw files: the operation uses the descriptor without O_DIRECT.
     pub(crate) buffered: bool,
@@ -23,13 +23,13 @@ pub(crate) struct DriverState {
     pub(crate) tried: u8,
     /// Raw files: how often the operation was repeated without progress.
     pub(crate) retries: u8,
-    /// Raw files: bytes of the operation under way if the segments do not tell.
+    /// Raw files: bytes of the operation in flight if the segments do not tell.
     pub(crate) asked: u32,
     /// Raw files: the aligned copy of the guest's bytes.
     pub(crate) bounce: Option<AlignedBuf>,
     /// qcow2: a request that takes several steps.
     pub(crate) qcow2: Option<Box<Qcow2State>>,
-    /// qcow2: the fast path is under way. The number is the offset on the disk; `Request::offset`
+    /// qcow2: the fast path is in flight. The number is the offset on the disk; `Request::offset`
     /// is the one in the file until the request is complete.
     pub(crate) fast_path: Option<(FastPath, u64)>,
     /// A write under a backup.
@@ -38,10 +38,10 @@ pub(crate) struct DriverState {
     pub(crate) split: Option<Box<SplitState>>,
 }
 
-/// The operation under way on a raw file. It decides how the result is handled.
+/// The operation in flight on a raw file. It decides how the result is handled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// No operation is under way.
+    /// No operation is in flight.
     #[default]
     Idle,
     /// A read or write between the file and the segments.
@@ -68,7 +68,7 @@ pub(crate) enum Stage {
 #[derive(Default)]
 pub(crate) struct Qcow2State {
     pub(crate) request: ImageRequest,
-    /// The step under way, as a request of a raw file.
+    /// The current step, as a request of a raw file.
     pub(crate) inner: Io,
     /// The file of that step.
     pub(crate) file: FileId,
@@ -86,7 +86,7 @@ pub(crate) struct CopyBeforeWriteState {
     pub(crate) inner: Io,
     /// The buffer of the read. None while the write waits for another read.
     pub(crate) old: Option<OldData>,
-    /// The read or the wait is under way: a completion with the request's token belongs to it, not
+    /// The read or the wait is in flight: a completion with the request's token belongs to it, not
     /// to the write.
     pub(crate) active: bool,
 }

@@ -47,7 +47,8 @@ fn room_for_long_requests_is_kept_by_the_worker_and_not_by_slots() {
         assert!(iovs.iter().all(|iov| iov.heap.capacity() == 0));
         assert!(iovec_cache::kept_bytes() <= iovec_cache::KEPT_BYTES_MAX);
     }
-    // What Linux sends needs no allocation: the room of the one before is used again, in any slot.
+    // Requests of Linux need no allocation: the memory of earlier requests is used again, in any
+    // slot.
     let mut rooms = std::collections::HashSet::new();
     for iov in &mut iovs {
         for _ in 0..126 {
@@ -93,14 +94,14 @@ fn copies_follow_the_segments_from_where_they_stand() {
     let mut iov = segments(&mut memory, &parts);
     let mut out = [0xff; 9];
     iov.advance(1);
-    // SAFETY: `out` has the room, `memory` is there.
+    // SAFETY: `out` has 8 bytes, and `memory` outlives the call.
     unsafe { iov.gather(out.as_mut_ptr(), 8) };
     assert_eq!(out, [1, 2, 8, 16, 17, 18, 19, 20, 0xff]);
     let from = [100, 101, 102, 103, 104, 105];
     // SAFETY: `from` has 6 bytes.
     unsafe { iov.scatter(from.as_ptr(), 6) };
     iov.advance(6);
-    // SAFETY: `memory` is there.
+    // SAFETY: `memory` outlives the call.
     unsafe { iov.zero_rest() };
     assert_eq!(iov.left_bytes(), 0);
     drop(iov);
@@ -178,7 +179,7 @@ fn hidden_segments_come_back_in_their_order() {
     {
         let whole: Vec<u8> = parts.iter().flat_map(|&(at, len)| at as u8..(at + len) as u8).collect();
         for piece in 1..whole.len() as u64 {
-            // A backend uses the segments up, or it does not.
+            // A backend consumes the segments, or it does not.
             for uses_up in [true, false] {
                 let mut iov = segments(&mut memory, parts);
                 let mut seen = Vec::new();
@@ -189,7 +190,7 @@ fn hidden_segments_come_back_in_their_order() {
                     assert_eq!(iov.left_bytes(), shown);
                     assert_eq!(lens(&iov).iter().sum::<usize>() as u64, shown);
                     let mut bytes = vec![0; shown as usize];
-                    // SAFETY: the room is there, and the segments are of `memory`.
+                    // SAFETY: `bytes` has that many bytes, and the segments are in `memory`.
                     unsafe { iov.gather(bytes.as_mut_ptr(), shown) };
                     seen.extend(bytes);
                     if uses_up {

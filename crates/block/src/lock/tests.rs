@@ -49,9 +49,9 @@ fn a_failed_open_leaves_no_lock() {
     open_soon(&spec);
 }
 
-/// As the locks of a killed process go: a little after it.
+/// The locks of a killed process are released a moment after its death.
 #[test]
-fn a_lock_that_goes_is_waited_for() {
+fn a_lock_that_is_released_soon_is_waited_for() {
     let dir = scratch("/var/tmp");
     let spec = raw_spec(&image(&dir, "disk.img", 1 << 20));
     let held = Disk::open(&spec).unwrap();
@@ -68,7 +68,7 @@ struct Holder(Child);
 
 impl Holder {
     fn start(mut command: Command) -> Self {
-        // With its input open qemu-io stays at its prompt.
+        // While its input is open, qemu-io waits at its prompt.
         Self(command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap())
     }
 
@@ -99,7 +99,8 @@ fn missing(program: &str) -> bool {
     missing
 }
 
-/// qemu-io grants others everything; it is refused only what we do not grant.
+/// qemu-io shares all permissions, so only the permissions that this program does not share cause a
+/// refusal.
 #[test]
 fn qemu_io_and_vshunt_refuse_each_other() {
     if missing("qemu-io") {

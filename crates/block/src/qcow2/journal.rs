@@ -57,7 +57,7 @@ pub enum Recovered {
     Lost(LostReason),
 }
 
-/// LostReason there is no usable journal for an image that was not closed.
+/// Why there is no usable journal for an image that was not closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LostReason {
     /// There is no journal, or it cannot be read.
@@ -100,7 +100,7 @@ impl From<Refusal> for LostReason {
     }
 }
 
-/// Returns what the header alone tells about missing changes; none if the journal decides.
+/// Returns the state of an image whose header decides it. None if the journal decides.
 fn from_header(header: &Header) -> Option<Recovered> {
     if header.mark.is_none() && !header.is_open() {
         return Some(Recovered::Clean);

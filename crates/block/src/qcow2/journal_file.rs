@@ -119,7 +119,7 @@ impl JournalFile {
         Mapped::new(file)
     }
 
-    /// Creates a new journal in journal of an existing one. `path` is the path that `image` was
+    /// Creates a new journal in place of an existing one. `path` is the path that `image` was
     /// opened by.
     ///
     /// # Errors
@@ -144,8 +144,8 @@ impl JournalFile {
     }
 
     /// Locks the existing file, so that a sweep that has checked it does not remove the file that
-    /// replaces it. Returns nothing if there is no file, or if it belongs to another user; a sweep
-    /// of this user leaves such a file alone.
+    /// replaces it. Returns nothing if there is no file, or if it belongs to another user. A sweep
+    /// of this user does not remove such a file.
     ///
     /// # Errors
     /// The system's; `WouldBlock` if a process keeps the file locked.
@@ -261,7 +261,7 @@ mod tests {
         let first = find().unwrap();
         first.words()[3].store(7, std::sync::atomic::Ordering::Relaxed);
         assert_eq!(first.words().len(), 1 << 17);
-        // One that looks whether the file is to be removed.
+        // A sweep that checks whether the file has to be removed.
         let sweep = first;
         assert_eq!(journal.make(1 << 16, &image, path).err().unwrap().kind(), io::ErrorKind::WouldBlock);
         assert_eq!(std::fs::metadata(&journal.0).unwrap().len(), (1 << 20) + NAME_BYTES, "it was replaced");

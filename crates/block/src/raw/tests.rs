@@ -21,7 +21,7 @@ fn raw(rig: &Rig) -> &Raw {
     }
 }
 
-/// The image of a disk that nobody else has.
+/// Returns the file of a disk that has no other users.
 fn alone(disk: &mut Disk) -> &mut Raw {
     match disk.backend.get_mut().unwrap() {
         Backend::Raw(raw) => Arc::get_mut(raw).expect("no handle has it"),
@@ -33,7 +33,7 @@ fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i / 512 + i) as u8).collect()
 }
 
-/// Files by both drivers, with O_DIRECT and without.
+/// Runs `test` on files with both drivers, with O_DIRECT and without.
 fn everywhere(mut test: impl FnMut(&str, &DiskSpec)) {
     for (parent, direct) in
         [("/dev/shm", Direct::Auto), ("/var/tmp", Direct::Auto), ("/var/tmp", Direct::Off)]
@@ -132,7 +132,7 @@ fn unaligned_requests_go_in_shorter_pieces_when_there_are_many() {
         assert!(results.iter().all(|r| *r == 0), "{results:?}");
         assert!(pieces.contains(&(LEN as u32)) && pieces.contains(&4096), "{pieces:?}");
         for (i, p) in guest.iter().enumerate() {
-            // SAFETY: within `room`, which nothing else uses now.
+            // SAFETY: the range is within `room`, which no other code uses now.
             let got = unsafe { std::slice::from_raw_parts(*p, LEN) };
             assert!(got == &data[at(i)..at(i) + LEN], "{op:?} {i}");
         }
@@ -151,7 +151,7 @@ fn errors_end_a_request_and_a_write_of_nothing_is_one() {
     for told in [-libc::EAGAIN, -libc::EINTR] {
         assert_eq!(rig.run_with(&[Ask::with(Op::Write, 0, &mut data)], |_, _| told), [told], "without end");
     }
-    // The next one is not affected.
+    // The next request is not affected.
     assert_eq!(rig.write(0, &[2; 4096]), 0);
     assert_eq!(rig.flush(), 0);
 }
@@ -162,7 +162,7 @@ fn reads_past_the_end_of_the_file_give_zeroes() {
         let mut rig = Rig::new(spec);
         for end in [8192, 8192 + 512, 8192 + 100, 100, 0] {
             assert_eq!(rig.write(0, &pattern(16384)), 0);
-            // Somebody cuts the file under us.
+            // Another program truncates the file.
             let file = fs::OpenOptions::new().write(true).open(spec.file.as_ref().unwrap()).unwrap();
             file.set_len(end).unwrap();
             let mut wanted = pattern(16384);
@@ -211,11 +211,11 @@ fn ways_that_are_missing_are_not_tried_again() {
         (res[0], stages.clone())
     };
     let unmap = Op::WriteZeroes { unmap: true };
-    // EINVAL may be about the range only.
+    // EINVAL may concern only the range.
     let all = vec![Stage::ZeroPunch, Stage::ZeroRange, Stage::ZeroWrite];
     assert_eq!(refuse(&mut rig, unmap, libc::EINVAL), (0, all.clone()));
     assert_eq!(refuse(&mut rig, Op::Discard, libc::EINVAL), (0, vec![Stage::DiscardPunch]));
-    // Another failure is one.
+    // Any other error is an error of the request.
     assert_eq!(refuse(&mut rig, unmap, libc::ENOSPC), (-libc::ENOSPC, vec![Stage::ZeroPunch]));
     assert_eq!(refuse(&mut rig, Op::Discard, libc::EIO), (-libc::EIO, vec![Stage::DiscardPunch]));
     assert_eq!(refuse(&mut rig, unmap, libc::EOPNOTSUPP), (0, all));
@@ -288,7 +288,7 @@ fn a_flush_that_failed_is_not_forgotten_while_pages_are_cached() {
         assert_eq!(rig.flush(), 0);
         assert_eq!(rig.run_with(&[Ask::new(Op::Flush, 0, 0)], |_, _| -libc::EIO), [-libc::EIO]);
         assert_eq!(rig.flush(), after);
-        // Control asks the same file.
+        // A sync by a control thread uses the same file.
         assert_eq!(rig.disk().sync().err().map_or(0, |e| -e.raw_os_error().unwrap()), after);
         assert_eq!(rig.write(0, &[1; 512]), 0);
     }
@@ -301,7 +301,7 @@ fn a_sync_that_failed_is_not_forgotten_either() {
     let spec = DiskSpec { direct: Direct::Off, locking: false, ..raw_spec(&path) };
     let Ok(mut disk) = Arc::try_unwrap(Disk::open(&spec).unwrap()) else { panic!("it is ours alone") };
     let raw = alone(&mut disk);
-    // What cannot be synced, instead of a device that fails.
+    // A pipe, which cannot be synced, instead of a device that fails.
     let (pipe, _) = std::io::pipe().unwrap();
     let good = std::mem::replace(&mut raw.file, Arc::new(File::from(std::os::fd::OwnedFd::from(pipe))));
     let errno = disk.sync().unwrap_err().raw_os_error().unwrap();
@@ -313,8 +313,8 @@ fn a_sync_that_failed_is_not_forgotten_either() {
     assert_eq!(Rig { ring, handle }.flush(), -errno);
 }
 
-/// O_DIRECT in units of a page, on a file that is asked for sectors: as on a file system on a disk
-/// with 4096-byte sectors, but without needing one.
+/// O_DIRECT in units of a page, on a file with requests in sectors: as on a file system on a disk
+/// with 4096-byte sectors, but such a disk is not needed.
 #[test]
 fn requests_smaller_than_a_direct_block_go_aside() {
     let dir = scratch("/var/tmp");
@@ -362,7 +362,8 @@ fn a_device_with_large_sectors() {
     assert_eq!((limits.block_size, limits.physical_block_exp), (4096, 0));
     assert!(limits.can_discard && limits.can_zero);
     assert!(raw(&rig).buffered.is_some());
-    // Less than a sector: no guest asks for it, but if it does it gets it, and a discard is let go.
+    // Less than a sector: guests do not send it. A read or write succeeds, and a discard has no
+    // effect.
     let data = pattern(16384);
     assert_eq!(rig.write(0, &data), 0);
     assert_eq!(rig.run(Ask::new(Op::Discard, 512, 512)), 0);
@@ -395,7 +396,7 @@ fn devices_discard_by_the_block_layers_command() {
     assert!(rig.read(4096, 1 << 19) == vec![0; 1 << 19], "a loop device over a file reads zeroes");
     assert!(rig.read(0, 4096) == pattern(4096));
 
-    // The size is the device's.
+    // The disk has the size of the device.
     assert_eq!(rig.disk().size_bytes(), SIZE);
     rig.disk().resize(SIZE).unwrap();
     let e = rig.disk().resize(SIZE * 2).unwrap_err();
@@ -463,7 +464,7 @@ fn what_is_no_image_is_refused() {
     fails(&raw_spec(dir.path()), Invalid, &["is a directory"]);
     fails(&raw_spec("/dev/zero".as_ref()), Invalid, &["/dev/zero is a character device"]);
     fails(&raw_spec("/proc/self/mem".as_ref()), Invalid, &["/proc/self/mem is on proc"]);
-    // Any length will do: the disk has whole sectors.
+    // A file may have any length: the disk has whole sectors.
     for (name, len, size) in [("empty", 0, 0), ("odd", 1025, 1536)] {
         assert_eq!(open_soon(&raw_spec(&image(&dir, name, len))).size_bytes(), size, "{name}");
     }
@@ -487,15 +488,15 @@ fn what_is_no_image_is_refused() {
     symlink(file("loop"), file("loop")).unwrap();
     fails(&raw_spec(&file("loop")), Io, &["cannot open"]);
 
-    // A program that runs.
+    // A running program.
     fs::copy("/bin/sleep", file("program")).unwrap();
     let mut child = Command::new(file("program")).arg("60").spawn().unwrap();
     fails(&raw_spec(&file("program")), ErrorKind::Busy, &["program is a program that runs"]);
     child.kill().unwrap();
     child.wait().unwrap();
 
-    // Permissions, as somebody whom they stop. A thread of its own, for its user id does not come
-    // back.
+    // Permissions, as a user that they restrict. On a thread of its own, because its user id cannot
+    // be restored.
     let good = good.clone();
     let path = good.file.clone().unwrap();
     fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -503,8 +504,8 @@ fn what_is_no_image_is_refused() {
     std::thread::scope(|s| {
         s.spawn(|| {
             if is_root() {
-                // SAFETY: the bare system call changes this thread's user only, which ends after
-                // the test.
+                // SAFETY: the bare system call changes the user of this thread only. The thread
+                // ends after the test.
                 assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, -1, 65534, -1) }, 0);
             }
             fails(&good, Io, &["cannot open", "add readonly=on", "Permission denied"]);
@@ -536,11 +537,11 @@ fn what_can_only_be_read_says_so() {
     });
 }
 
-/// Runs `f` on a thread with mounts of its own, which go with it. It is given `mount`, with
-/// arguments and the place.
+/// Runs `f` on a thread in a mount namespace of its own. `f` gets `mount`, which takes arguments
+/// and the mountpoint.
 fn in_own_mounts(f: impl FnOnce(&dyn Fn(&[&str], &TempDir) -> bool) + Send) {
     let mount = |args: &[&str], dir: &TempDir| {
-        // The child is made by this thread and so shares its namespace.
+        // This thread makes the child, so it shares the namespace.
         let done = Command::new("mount").args(args).arg(dir.path()).status().unwrap().success();
         if !done {
             eprintln!("skipped: what needs mount {args:?}");
@@ -549,8 +550,8 @@ fn in_own_mounts(f: impl FnOnce(&dyn Fn(&[&str], &TempDir) -> bool) + Send) {
     };
     std::thread::scope(|s| {
         s.spawn(|| {
-            // SAFETY: a call without memory; CLONE_NEWNS of one thread leaves the others as they
-            // are.
+            // SAFETY: the call accesses no memory. CLONE_NEWNS on one thread does not affect the
+            // others.
             if unsafe { libc::unshare(libc::CLONE_NEWNS | libc::CLONE_FS) } != 0 {
                 eprintln!("skipped: what needs mounts: {}", std::io::Error::last_os_error());
                 return;
@@ -599,7 +600,7 @@ fn file_systems_in_memory_that_can_less_than_tmpfs() {
     });
 }
 
-/// What takes as long as the file is large is not done on the worker.
+/// Operations whose time depends on the size of the file do not run on the worker.
 #[test]
 fn long_ranges_of_files_in_memory_are_the_rings() {
     const LARGE: u64 = 64 << 20;

@@ -9,7 +9,7 @@ use super::*;
 
 const BYTES: u64 = 4 << 20;
 
-/// An image with an enabled bitmap and one that is not.
+/// Makes an image with an enabled bitmap and a disabled one.
 fn bitmapped(dir: &TempDir) -> DiskSpec {
     let file = Memory::new(Vec::new(), BYTES);
     create(&file, None, &Options::new(BYTES), &mut |_, _| {}).unwrap();
@@ -20,7 +20,7 @@ fn bitmapped(dir: &TempDir) -> DiskSpec {
     DiskSpec { format: Some(Format::Qcow2), ..raw_spec(&path) }
 }
 
-/// Name and flags of each bitmap in the file, and what a check finds.
+/// Returns the name and flags of each bitmap in the file.
 fn in_file(spec: &DiskSpec) -> Vec<(String, u32)> {
     let file = Memory::new(fs::read(spec.file.as_ref().unwrap()).unwrap(), 16 << 20);
     let list = bitmap::read_directory(&Image::open(&file).unwrap()).unwrap();
@@ -41,7 +41,7 @@ fn end(rig: Rig) {
 const IN_USE: u32 = flag::IN_USE | flag::AUTO;
 
 #[test]
-fn who_tracks_writes_gives_them_back() {
+fn the_tracker_of_writes_puts_bitmaps_back() {
     let dir = scratch(".");
     let spec = bitmapped(&dir);
     let mut rig = Rig::new(&spec);
@@ -74,7 +74,7 @@ fn who_tracks_writes_gives_them_back() {
 }
 
 #[test]
-fn what_nobody_tracks_is_inconsistent() {
+fn untracked_writes_make_bitmaps_inconsistent() {
     let dir = scratch(".");
     let spec = bitmapped(&dir);
     let mut rig = Rig::new(&spec);
@@ -82,7 +82,7 @@ fn what_nobody_tracks_is_inconsistent() {
     end(rig);
     assert_eq!(in_file(&spec), [("on".to_owned(), IN_USE), ("off".to_owned(), 0)]);
     clean(&spec);
-    // To be read it is left as it is.
+    // Opening it for reading does not change it.
     let before = fs::read(spec.file.as_ref().unwrap()).unwrap();
     let rig = Rig::new(&DiskSpec { readonly: true, ..spec.clone() });
     assert!(rig.disk().take_bitmaps().is_empty());

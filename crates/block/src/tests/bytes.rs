@@ -1,4 +1,4 @@
-//! What files want of a disk and virtual machines do not: any size, any byte, space of their own.
+//! Requests of files that virtual machines do not send: any size, any byte offset, allocation.
 
 use super::*;
 
@@ -17,11 +17,11 @@ fn everywhere(mut test: impl FnMut(&str, &mut Rig, Option<&Path>)) {
 }
 
 #[test]
-fn another_size_is_whole_sectors_and_what_is_cut_off_is_gone() {
+fn a_new_size_is_whole_sectors_and_truncated_data_is_lost() {
     everywhere(|what, rig, path| {
         let size = rig.disk().size_bytes();
         assert_eq!(rig.write(0, &vec![7; size as usize]), 0);
-        // Smaller by a bit more than sectors, bigger, nothing, and again something.
+        // Smaller with an incomplete sector, larger, empty, and larger again.
         for (to, comes_to) in [(5000, 5120), (9000, 9216), (0, 0), (4096, 4096)] {
             rig.disk().truncate(to).unwrap();
             assert_eq!(rig.disk().size_bytes(), comes_to, "{what} to {to}");

@@ -1,4 +1,4 @@
-//! What who copies disks asks for: where data is, and clusters written compressed.
+//! Requests of jobs that copy disks: where data is, and writes of compressed clusters.
 
 use ::qcow2::Extent::{Absent, Data, Zero};
 use ::qcow2::create::{Options, create};
@@ -23,7 +23,7 @@ impl Rig {
     }
 }
 
-/// An image of `BYTES` as a disk, on each file system.
+/// Calls `f` with a disk of `BYTES`, on each file system.
 fn images(backing: bool, mut f: impl FnMut(&DiskSpec)) {
     for parent in ["/dev/shm", "."] {
         let dir = scratch(parent);
@@ -50,7 +50,7 @@ fn compressed_clusters_take_less_and_read_the_same() {
             let mut data = cluster.to_vec();
             let at = n as u64 * CLUSTER;
             if n == 5 {
-                // It has a place already.
+                // The cluster is allocated already.
                 assert_eq!(rig.write(at, &[1; 512]), 0);
             }
             let (mut half, whole) = (data[512..].to_vec(), Ask::with(Op::WriteCompressed, at, &mut data));

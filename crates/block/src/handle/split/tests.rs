@@ -5,8 +5,8 @@ use crate::tests::{Ask, Random, Rig, image, memory_spec, raw_spec, scratch};
 
 const MIB: usize = 1 << 20;
 
-/// Runs requests side by side, each of one segment. Returns their results, and the slots of the
-/// completions in order.
+/// Runs requests at the same time, each with one segment. Returns their results, and the slots of
+/// the completions in order.
 fn run(rig: &mut Rig, asks: &mut [(Op, u64, &mut [u8])]) -> (Vec<Option<i32>>, Vec<u16>) {
     let mut ios: Box<[Io]> = asks.iter().map(|_| Io::default()).collect();
     let mut results = vec![None; asks.len()];
@@ -58,9 +58,9 @@ fn one_request_of_a_queue_gets_a_part_a_turn() {
         (Op::Write, 9 * MIB as u64, &mut d[..]),
     ];
     let (at_once, order) = run(&mut rig, &mut asks);
-    // Short ones do not wait.
+    // Short requests do not wait.
     assert_eq!(at_once, [None, None, Some(0), Some(0)]);
-    // The first part of A was done when it began.
+    // The first part of A was complete when it started.
     assert_eq!(order, [0, 0, 0, 1, 1, 1]);
     assert!(rig.read(0, 7 * MIB) == [a, b].concat());
     assert!(rig.read(8 * MIB as u64, 4096) == c && rig.read(9 * MIB as u64, MIB) == d);
@@ -118,8 +118,8 @@ fn a_part_that_fails_ends_its_request_alone() {
     assert!(rig.read(0, 2 * MIB) == good);
 }
 
-/// Random long and short requests, some of many segments, against a model, on each kind of disk
-/// that has parts.
+/// Random long and short requests, some with many segments, against a model, on each kind of disk
+/// that splits requests.
 #[test]
 fn random_long_requests() {
     const BYTES: usize = 12 * MIB;

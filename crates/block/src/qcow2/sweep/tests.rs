@@ -13,12 +13,13 @@ struct Places {
 
 impl Places {
     fn new() -> Self {
-        // On a file system that has handles, as /dev/shm and most have.
+        // On a file system with file handles. /dev/shm and most others have them.
         let folder = || tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
         Self { journals: folder(), images: folder() }
     }
 
-    /// Makes an image and its journal, whose file comes back; `handle`: it has one.
+    /// Makes an image and its journal. Returns the paths of both. `handle`: the journal has the
+    /// file handle of the image.
     fn add(&self, image: &str, handle: bool) -> (PathBuf, PathBuf) {
         let path = self.images.path().join(image);
         let file = File::create(&path).unwrap();
@@ -53,12 +54,12 @@ fn a_name_is_read_as_it_was_written() {
 }
 
 #[test]
-fn the_journal_of_an_image_that_is_gone_goes() {
+fn the_journal_of_a_missing_image_is_removed() {
     let (places, now) = (Places::new(), SystemTime::now());
     let ((image, journal), (kept, kepts)) = (places.add("gone", true), places.add("kept", true));
     places.sweep(now + 30 * DAY);
     assert!(journal.exists() && kepts.exists(), "its image is there");
-    // By another name, it is the same.
+    // A renamed image is the same image.
     let moved = places.images.path().join("moved");
     std::fs::rename(&kept, &moved).unwrap();
     std::fs::remove_file(&image).unwrap();
@@ -66,7 +67,7 @@ fn the_journal_of_an_image_that_is_gone_goes() {
     let can = exists(&handle_of(&File::open(&moved).unwrap()).unwrap_or_default(), &folder);
     if can != Some(true) {
         eprintln!(
-            "skip the_journal_of_an_image_that_is_gone_goes: no file handles here, or not for this user"
+            "skip the_journal_of_a_missing_image_is_removed: no file handles here, or not for this user"
         );
         return;
     }
@@ -91,7 +92,7 @@ fn without_a_handle_an_image_has_to_be_missing_for_long() {
     places.sweep(now + 8 * DAY);
     assert!(journal.exists(), "it is there again");
     std::fs::remove_file(&image).unwrap();
-    // Another file has its name.
+    // Another file has the path of the image.
     std::fs::write(&image, "").unwrap();
     std::fs::remove_file(&image).unwrap();
     places.sweep(now + 9 * DAY);
@@ -101,7 +102,7 @@ fn without_a_handle_an_image_has_to_be_missing_for_long() {
 }
 
 #[test]
-fn a_file_whose_maker_was_killed_goes() {
+fn a_file_whose_process_was_killed_is_removed() {
     let (places, now) = (Places::new(), SystemTime::now());
     let half = |name: &str| places.journals.path().join(format!("vshunt-map-1-2.{name}"));
     let (by_process, by_number, used) = (half("4711"), half("00112233445566778899aabbccddeeff"), half("5"));
@@ -122,19 +123,19 @@ fn a_file_whose_maker_was_killed_goes() {
 #[test]
 fn a_journal_is_kept_where_it_cannot_be_told() {
     let (places, now) = (Places::new(), SystemTime::now());
-    // In use by a process that lives.
+    // A live process uses it.
     let (image, used) = places.add("used", true);
     let user = File::open(&used).unwrap();
     rustix::fs::flock(&user, EXCLUSIVE).unwrap();
     std::fs::remove_file(&image).unwrap();
-    // On a file system that is not mounted: its folder is missing, or on another device.
+    // On a file system that is not mounted: its folder is missing, or is on another device.
     let (_, unmounted) = places.add("unmounted", true);
     let (_, elsewhere) = places.add("elsewhere", true);
     for (journal, path, device) in [(&unmounted, "/none-such/image", 1), (&elsewhere, "/proc/image", 1)] {
         let name = Name { missed_s: 1, device, handle: vec![], path: path.into() };
         std::fs::write(journal, name.encode()).unwrap();
     }
-    // Of an earlier version, another user's, another program's.
+    // Files of an earlier version, of another user, and of another program.
     let older = places.journals.path().join("vshunt-map-1-2");
     std::fs::write(&older, vec![0; 16384]).unwrap();
     let (image, shared) = places.add("shared", true);
@@ -175,7 +176,7 @@ fn an_image_on_a_fuse_mount_is_not_looked_for() {
     assert!(may_be_on_fuse(b"1 1 0:1 / / rw - fuseblk /dev/sda rw\n", Path::new("/a")));
 }
 
-/// A path that was moved behind a symbolic link may lead to a mount that was not looked for.
+/// A path that now contains a symbolic link may lead to a mount that was not checked.
 #[test]
 fn a_symbolic_link_is_not_followed() {
     let (places, now) = (Places::new(), SystemTime::now());
