@@ -2,6 +2,8 @@
 //! descriptors, rings and memory. The daemon, its workers and the export exist during all inputs.
 //! So everything must work again after each input.
 
+#![allow(clippy::multiple_unsafe_ops_per_block, reason = "a fuzz target, in which one block has one purpose")]
+
 use std::io::{ErrorKind, Read};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;

@@ -1,6 +1,8 @@
 //! A driver that sends hostile bytes to the device side of split and packed virtqueues, with
 //! in-flight tracking, the dirty log, and restarts.
 
+#![allow(clippy::multiple_unsafe_ops_per_block, reason = "a fuzz target, in which one block has one purpose")]
+
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::Arc;
 

@@ -41,7 +41,6 @@
 //! # Ok::<(), vshunt_types::error::Error>(())
 //! ```
 
-#![deny(clippy::multiple_unsafe_ops_per_block)]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 
 mod attach;

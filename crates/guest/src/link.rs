@@ -83,8 +83,9 @@ pub fn bring_up(name: &str) -> Result<()> {
 fn set_up(name: &str, socket: impl AsFd) -> Result<()> {
     let up = IfReq::new(name, IFF_UP)?;
     // SAFETY: SIOCSIFFLAGS reads a struct ifreq, which `up` is.
-    unsafe { ioctl(socket, Setter::<SIOCSIFFLAGS, IfReq>::new(up)) }
-        .map_err(|e| failed(&format!("bringing interface {name} up"))(e))
+    let setter = unsafe { Setter::<SIOCSIFFLAGS, IfReq>::new(up) };
+    // SAFETY: the setter holds the structure for the call, which accesses no other memory.
+    unsafe { ioctl(socket, setter) }.map_err(|e| failed(&format!("bringing interface {name} up"))(e))
 }
 
 /// Stops the host's IPv6 traffic on an interface. Call this before the interface is up. Without

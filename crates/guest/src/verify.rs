@@ -73,7 +73,7 @@ pub unsafe fn write_sectors(at: *mut u8, stamp: Stamp, sectors: usize) {
         let words = Stamp { sector: stamp.sector + i as u64, ..stamp }.words();
         // SAFETY: the caller promises that `512 * sectors` bytes are writable, and `i` is below
         // `sectors`.
-        unsafe { mem::copy(words.as_ptr().cast(), at.add(i * SECTOR), SECTOR) };
+        unsafe { mem::copy(words.as_ptr().cast(), at.wrapping_add(i * SECTOR), SECTOR) };
     }
 }
 
@@ -96,7 +96,7 @@ pub unsafe fn check_sectors(
         let mut found = [0; WORDS];
         // SAFETY: the caller promises that `512 * sectors` bytes are readable, and `i` is below the
         // number of sectors. `found` is a local array of one sector.
-        unsafe { mem::copy(at.add(i * SECTOR), found.as_mut_ptr().cast(), SECTOR) };
+        unsafe { mem::copy(at.wrapping_add(i * SECTOR), found.as_mut_ptr().cast(), SECTOR) };
         check_words(&found, Stamp { sector: stamp.sector + i as u64, ..stamp }, lowest)?;
     }
     Ok(())

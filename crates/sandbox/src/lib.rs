@@ -27,8 +27,6 @@
 //! # Ok::<(), std::io::Error>(())
 //! ```
 
-#![deny(clippy::multiple_unsafe_ops_per_block)]
-
 mod capabilities;
 mod filter;
 mod granted;

@@ -57,7 +57,6 @@
         reason = "a failed test may panic"
     )
 )]
-#![deny(clippy::multiple_unsafe_ops_per_block)]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 
 mod convert;

@@ -13,8 +13,6 @@
 //! # Ok::<(), vhost_kernel::Error>(())
 //! ```
 
-#![deny(clippy::multiple_unsafe_ops_per_block)]
-
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::{Path, PathBuf};

@@ -34,7 +34,6 @@
     clippy::cast_possible_wrap,
     clippy::cast_sign_loss
 )]
-#![deny(clippy::multiple_unsafe_ops_per_block)]
 #![cfg_attr(
     test,
     allow(

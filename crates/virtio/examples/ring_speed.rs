@@ -4,6 +4,8 @@
 //!
 //! `cargo run --release -p virtio --example ring_speed`
 
+#![allow(clippy::multiple_unsafe_ops_per_block, reason = "a test, in which one block has one purpose")]
+
 use std::fmt;
 use std::hint::black_box;
 use std::sync::Arc;

@@ -176,7 +176,10 @@ impl RawDesc {
     /// `ptr` is readable for 16 bytes and aligned to 8.
     #[inline(always)]
     pub(crate) unsafe fn read(ptr: *const u8) -> Self {
-        // SAFETY: the caller upholds this function's contract.
-        unsafe { Self { addr: raw::get_u64(ptr), word: raw::get_u64(ptr.add(8)) } }
+        // SAFETY: the caller promises that 16 bytes are readable, and that `ptr` is aligned to 8.
+        let addr = unsafe { raw::get_u64(ptr) };
+        // SAFETY: the same; the second half of the descriptor.
+        let word = unsafe { raw::get_u64(ptr.wrapping_add(8)) };
+        Self { addr, word }
     }
 }

@@ -82,12 +82,12 @@ impl DriverRing {
     pub unsafe fn new(size: u16, features: RingFeatures, addrs: RingAddrs) -> Self {
         assert!(size > 0 && (features.packed || size.is_power_of_two()), "queue size {size}");
         let sizes = ring_sizes(size, features);
-        // SAFETY: the caller upholds this function's contract, which is the same.
-        unsafe {
-            addrs.desc.write_bytes(0, sizes.desc);
-            addrs.driver.write_bytes(0, sizes.driver);
-            addrs.device.write_bytes(0, sizes.device);
-        }
+        // SAFETY: the caller promises that the descriptor area is writable and has this length.
+        unsafe { addrs.desc.write_bytes(0, sizes.desc) };
+        // SAFETY: the caller promises the same of the driver area.
+        unsafe { addrs.driver.write_bytes(0, sizes.driver) };
+        // SAFETY: the caller promises the same of the device area.
+        unsafe { addrs.device.write_bytes(0, sizes.device) };
         if features.packed {
             Self::Packed(PackedDriver::new(size, features, addrs))
         } else {

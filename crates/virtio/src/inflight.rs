@@ -13,6 +13,11 @@
 //! Some steps of the specification leave a window. The steps here leave a narrower one, and the
 //! specification's recovery can still read the region; see `packed.rs`.
 
+#![allow(
+    clippy::multiple_unsafe_ops_per_block,
+    reason = "the accesses of a block are one step on the region, within the same bounds"
+)]
+
 mod packed;
 mod split;
 

@@ -55,6 +55,7 @@
         clippy::cast_sign_loss
     )
 )]
+#![cfg_attr(test, allow(clippy::multiple_unsafe_ops_per_block, reason = "a test has one purpose"))]
 // Without the standard library the compiler refuses files, sockets, threads and clocks.
 #![cfg_attr(not(test), no_std)]
 

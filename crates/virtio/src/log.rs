@@ -70,7 +70,7 @@ impl DirtyLog {
             let mask = low_u8(((1 << in_byte) - 1) << (page % 8));
             // SAFETY: `page` is below `pages`, so its byte is below `size`; `keep` keeps the
             // mapping, as `new` requires.
-            let byte = unsafe { AtomicU8::from_ptr(self.base.add(to_usize(page / 8))) };
+            let byte = unsafe { AtomicU8::from_ptr(self.base.wrapping_add(to_usize(page / 8))) };
             // The bit is not read first: if it is set, the reader may clear it before the logged
             // store is visible.
             byte.fetch_or(mask, Ordering::Release);

@@ -10,6 +10,11 @@
 //! ring or by [`MAX_QUEUE_SIZE`]. An invalid structure is either a [`ChainFault`] (one request is
 //! bad, and the queue continues) or [`Broken`] (the ring itself is bad, and the queue must stop).
 
+#![allow(
+    clippy::multiple_unsafe_ops_per_block,
+    reason = "the accesses of a block are one step on a ring, within the same bounds"
+)]
+
 mod chain;
 mod packed;
 mod split;

@@ -10,8 +10,6 @@
 //! assert!(disk.file.is_none());
 //! ```
 
-#![deny(clippy::multiple_unsafe_ops_per_block)]
-
 pub mod error;
 pub mod spec;
 pub mod sync;

@@ -1,5 +1,7 @@
 //! The program as its users see it: commands, messages, exit codes, signals, sockets. No data path is needed.
 
+#![allow(clippy::multiple_unsafe_ops_per_block, reason = "a test, in which one block has one purpose")]
+
 mod common;
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};

@@ -225,7 +225,7 @@ impl Area {
         );
         // SAFETY: the assertion above checks the bounds, and `memory` keeps the mapping. `bytes` is
         // not guest memory, because there are no references into guest memory.
-        unsafe { mem::write(self.host.add(offset), bytes) }
+        unsafe { mem::write(self.host.wrapping_add(offset), bytes) }
     }
 
     /// Copies from `offset` into `bytes`. Panics if the range is not inside the area.
@@ -236,7 +236,7 @@ impl Area {
         );
         // SAFETY: the assertion above checks the bounds, and `memory` keeps the mapping. `bytes` is
         // not guest memory, because there are no references into guest memory.
-        unsafe { mem::read(self.host.add(offset), bytes) }
+        unsafe { mem::read(self.host.wrapping_add(offset), bytes) }
     }
 
     /// Sets every byte. This also faults the pages in before a measurement.
@@ -261,7 +261,7 @@ impl Area {
         );
         // SAFETY: the assertion above checks bounds and alignment. Shared memory is accessed as an
         // atomic.
-        let atomic = unsafe { std::sync::atomic::AtomicU16::from_ptr(self.host.add(offset).cast()) };
+        let atomic = unsafe { std::sync::atomic::AtomicU16::from_ptr(self.host.wrapping_add(offset).cast()) };
         u16::from_le(atomic.load(std::sync::atomic::Ordering::Acquire))
     }
 
@@ -273,7 +273,7 @@ impl Area {
         );
         // SAFETY: the assertion above checks bounds and alignment. Shared memory is accessed as an
         // atomic.
-        let atomic = unsafe { std::sync::atomic::AtomicU16::from_ptr(self.host.add(offset).cast()) };
+        let atomic = unsafe { std::sync::atomic::AtomicU16::from_ptr(self.host.wrapping_add(offset).cast()) };
         atomic.store(value.to_le(), std::sync::atomic::Ordering::Release);
     }
 }

@@ -235,13 +235,13 @@ impl Queue {
     #[inline]
     pub fn stage(&mut self, slot: u16, kind: u32, sector: u64, data: (u64, u32)) -> bool {
         let (guest, host) = self.slot_at(slot);
-        // SAFETY: the slot's first 64 bytes are header and status. The device does not read them
-        // before the request is published, and the caller owns the slot.
-        unsafe {
-            host.cast::<u64>().write_volatile(u64::from(kind).to_le());
-            host.add(8).cast::<u64>().write_volatile(sector.to_le());
-            host.add(SLOT_STATUS).write_volatile(status::UNTOUCHED);
-        }
+        // SAFETY: the slot begins with the header, aligned to 8 (`slot_at`). The caller owns the
+        // slot, and the device does not access it before the request is published.
+        unsafe { host.cast::<u64>().write_volatile(u64::from(kind).to_le()) };
+        // SAFETY: the same; the second half of the header.
+        unsafe { host.wrapping_add(8).cast::<u64>().write_volatile(sector.to_le()) };
+        // SAFETY: the status byte is inside the slot, which the caller owns as above.
+        unsafe { host.wrapping_add(SLOT_STATUS).write_volatile(status::UNTOUCHED) };
         let device_writes = device_writes(kind);
         if self.shuffle.is_some() {
             self.status_at[usize::from(slot)] = guest + SLOT_STATUS as u64;
@@ -417,7 +417,7 @@ impl Queue {
         }
         // SAFETY: the byte is inside the slot. The device wrote it before it published the
         // completion.
-        unsafe { self.slot_at(slot).1.add(SLOT_STATUS).read_volatile() }
+        unsafe { self.slot_at(slot).1.wrapping_add(SLOT_STATUS).read_volatile() }
     }
 
     #[cold]

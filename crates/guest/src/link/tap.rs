@@ -34,10 +34,13 @@ pub fn open_tap(name: &str, queues: u16) -> Result<Vec<File>> {
             Error::with(Kind::Connect, what, e)
         })?;
         // SAFETY: TUNSETIFF reads and writes a struct ifreq, of which this is a copy.
-        unsafe { ioctl(&file, Setter::<TUNSETIFF, IfReq>::new(request)) }.map_err(failed("TUNSETIFF"))?;
-        // SAFETY: TUNSETVNETHDRSZ reads an int, which the setter holds.
-        unsafe { ioctl(&file, Setter::<TUNSETVNETHDRSZ, i32>::new(VNET_HEADER as i32)) }
-            .map_err(failed("TUNSETVNETHDRSZ"))?;
+        let join = unsafe { Setter::<TUNSETIFF, IfReq>::new(request) };
+        // SAFETY: the setter holds the structure for the call, which accesses no other memory.
+        unsafe { ioctl(&file, join) }.map_err(failed("TUNSETIFF"))?;
+        // SAFETY: TUNSETVNETHDRSZ reads an int.
+        let header = unsafe { Setter::<TUNSETVNETHDRSZ, i32>::new(VNET_HEADER as i32) };
+        // SAFETY: the setter holds the int for the call, which accesses no other memory.
+        unsafe { ioctl(&file, header) }.map_err(failed("TUNSETVNETHDRSZ"))?;
         Ok(file)
     };
     (0..queues).map(one).collect()

@@ -1,5 +1,7 @@
 //! One connection of the model, and its queue threads.
 
+#![allow(clippy::multiple_unsafe_ops_per_block, reason = "a test, in which one block has one purpose")]
+
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;

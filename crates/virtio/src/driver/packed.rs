@@ -74,13 +74,13 @@ impl PackedDriver {
                 }
                 for (i, seg) in segs.iter().enumerate() {
                     let write = if seg.writable { DESC_F_WRITE } else { 0 };
-                    // SAFETY: the index is below the table's capacity. The caller promises what
-                    // `Indirect` says.
-                    unsafe {
-                        let desc = table.ptr.add(i * DESC_LEN);
-                        raw::put_u64(desc, seg.addr);
-                        raw::put_u64(desc.add(WORD), u64::from(seg.len) | u64::from(write) << 48);
-                    }
+                    let desc = table.ptr.wrapping_add(i * DESC_LEN);
+                    // SAFETY: the index is below the table's capacity. The caller of
+                    // `DriverRing::new` promises that tables are as `Indirect` says.
+                    unsafe { raw::put_u64(desc, seg.addr) };
+                    let word = u64::from(seg.len) | u64::from(write) << 48;
+                    // SAFETY: the same; the second half of the descriptor.
+                    unsafe { raw::put_u64(desc.wrapping_add(WORD), word) };
                 }
                 self.slot(table.addr, low_u32((segs.len() * DESC_LEN) as u64), id, DESC_F_INDIRECT, true);
                 1
@@ -110,19 +110,21 @@ impl PackedDriver {
     #[inline(always)]
     fn slot(&mut self, addr: u64, len: u32, id: u16, flags: u16, head: bool) {
         let flags = flags | self.avail.avail_flags();
-        // SAFETY: positions stay below the size. The descriptor ring is mapped, and the driver may
-        // write these slots.
-        unsafe {
-            let desc = self.addrs.desc.add(self.avail.slot as usize * DESC_LEN);
-            raw::put_u64(desc, addr);
-            raw::put_u32(desc.add(WORD), len);
-            raw::put_u16(desc.add(WORD + 4), id);
-            if head && self.staged == 0 {
-                self.first_flags = flags;
-            } else {
-                // The device reads chains in order, and the first one of the batch still stops it.
-                raw::put_u16(desc.add(FLAGS), flags);
-            }
+        let desc = self.addrs.desc.wrapping_add(self.avail.slot as usize * DESC_LEN);
+        // SAFETY: `advance` keeps positions below the size, and the caller of `DriverRing::new`
+        // promises that the descriptor ring stays mapped and aligned. The driver may write this
+        // slot, because `free` counts it.
+        unsafe { raw::put_u64(desc, addr) };
+        // SAFETY: the same; the length of the descriptor.
+        unsafe { raw::put_u32(desc.wrapping_add(WORD), len) };
+        // SAFETY: the same; the id of the descriptor.
+        unsafe { raw::put_u16(desc.wrapping_add(WORD + 4), id) };
+        if head && self.staged == 0 {
+            self.first_flags = flags;
+        } else {
+            // The device reads chains in order, and the first one of the batch still stops it.
+            // SAFETY: the same; the flags of the descriptor.
+            unsafe { raw::put_u16(desc.wrapping_add(FLAGS), flags) };
         }
         self.avail = self.avail.advance(1, self.size);
     }
@@ -134,16 +136,16 @@ impl PackedDriver {
         }
         let staged = core::mem::take(&mut self.staged);
         // Release: the device sees the whole batch before its first flags.
-        // SAFETY: positions stay below the size; the areas stay mapped and aligned
-        // (`DriverRing::new`).
-        let event = unsafe {
-            let flags = self.addrs.desc.add(self.published.slot as usize * DESC_LEN + FLAGS);
-            raw::store_u16(flags, self.first_flags, Ordering::Release);
-            // A full barrier between the flags and the read of the device's request for a kick. Its
-            // counterpart is in `enable_kick`.
-            fence(Ordering::SeqCst);
-            raw::load_u32(self.addrs.device, Ordering::Relaxed)
-        };
+        let flags = self.addrs.desc.wrapping_add(self.published.slot as usize * DESC_LEN + FLAGS);
+        // SAFETY: `advance` keeps positions below the size, and the caller of `DriverRing::new`
+        // promises that the descriptor ring stays mapped and aligned.
+        unsafe { raw::store_u16(flags, self.first_flags, Ordering::Release) };
+        // A full barrier between the flags and the read of the device's request for a kick. Its
+        // counterpart is in `enable_kick`.
+        fence(Ordering::SeqCst);
+        // SAFETY: the device area is one event structure of 4 bytes, which stays mapped and aligned:
+        // the caller of `DriverRing::new` promises it.
+        let event = unsafe { raw::load_u32(self.addrs.device, Ordering::Relaxed) };
         self.published = self.avail;
         match low_u16((event >> 16).into()) {
             EVENT_DISABLE => false,
@@ -166,11 +168,10 @@ impl PackedDriver {
     #[inline(always)]
     fn load_used(&self) -> Option<u64> {
         // Acquire: the data is seen after the flags; length and id come in the same load.
-        // SAFETY: the position is below the size; the ring stays mapped and aligned.
-        let word = unsafe {
-            let desc = self.addrs.desc.add(self.used.slot as usize * DESC_LEN);
-            raw::load_u64(desc.add(WORD), Ordering::Acquire)
-        };
+        let at = self.addrs.desc.wrapping_add(self.used.slot as usize * DESC_LEN + WORD);
+        // SAFETY: `advance` keeps positions below the size, and the caller of `DriverRing::new`
+        // promises that the descriptor ring stays mapped and aligned.
+        let word = unsafe { raw::load_u64(at, Ordering::Acquire) };
         let owner = low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED);
         (self.free < self.size && owner == self.used.used_flags()).then_some(word)
     }

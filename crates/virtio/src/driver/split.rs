@@ -103,7 +103,7 @@ impl SplitDriver {
         self.cookies.set(head, cookie);
         let slot = (self.next_avail & self.mask) as usize;
         // SAFETY: the slot is below the size. The driver owns the available ring, which is mapped.
-        unsafe { raw::put_u16(self.addrs.driver.add(ELEMS + 2 * slot), head) };
+        unsafe { raw::put_u16(self.addrs.driver.wrapping_add(ELEMS + 2 * slot), head) };
         self.next_avail = self.next_avail.wrapping_add(1);
         Ok(())
     }
@@ -115,20 +115,24 @@ impl SplitDriver {
             return false;
         }
         // Release: the device sees descriptors and ring entries before the index.
-        // SAFETY: the rings stay mapped and aligned (`DriverRing::new`); event fields are within
-        // `ring_sizes`.
-        unsafe {
-            raw::store_u16(self.addrs.driver.add(IDX), new, Ordering::Release);
-            self.published = new;
-            // A full barrier between the index and the read of the device's request for a kick. Its
-            // counterpart is in `enable_kick`.
-            fence(Ordering::SeqCst);
-            if self.event_idx {
-                let at = ELEMS + USED_LEN * (self.mask as usize + 1);
-                need_event(raw::load_u16(self.addrs.device.add(at), Ordering::Relaxed), new, old)
-            } else {
-                raw::load_u16(self.addrs.device, Ordering::Relaxed) & SUPPRESS == 0
-            }
+        // SAFETY: the available ring stays mapped and aligned: the caller of `DriverRing::new`
+        // promises it.
+        unsafe { raw::store_u16(self.addrs.driver.wrapping_add(IDX), new, Ordering::Release) };
+        self.published = new;
+        // A full barrier between the index and the read of the device's request for a kick. Its
+        // counterpart is in `enable_kick`.
+        fence(Ordering::SeqCst);
+        if self.event_idx {
+            let at = ELEMS + USED_LEN * (self.mask as usize + 1);
+            // SAFETY: `ring_sizes` has room for the event field after the used ring, which stays
+            // mapped and aligned: the caller of `DriverRing::new` promises it.
+            let event = unsafe { raw::load_u16(self.addrs.device.wrapping_add(at), Ordering::Relaxed) };
+            need_event(event, new, old)
+        } else {
+            // SAFETY: the used ring begins with its flags. It stays mapped and aligned: the caller
+            // of `DriverRing::new` promises it.
+            let flags = unsafe { raw::load_u16(self.addrs.device, Ordering::Relaxed) };
+            flags & SUPPRESS == 0
         }
     }
 
@@ -136,18 +140,19 @@ impl SplitDriver {
     pub(super) fn has_used(&self) -> bool {
         // Acquire: the elements and their data are seen after the index.
         // SAFETY: the used ring stays mapped and aligned.
-        unsafe { raw::load_u16(self.addrs.device.add(IDX), Ordering::Acquire) != self.next_used }
+        unsafe { raw::load_u16(self.addrs.device.wrapping_add(IDX), Ordering::Acquire) != self.next_used }
     }
 
     #[inline]
     pub(super) fn poll(&mut self) -> Option<Used> {
         while self.has_used() {
             let slot = (self.next_used & self.mask) as usize;
-            // SAFETY: the slot is below the size.
-            let (id, len) = unsafe {
-                let elem = self.addrs.device.add(ELEMS + USED_LEN * slot);
-                (raw::get_u32(elem), raw::get_u32(elem.add(4)))
-            };
+            let elem = self.addrs.device.wrapping_add(ELEMS + USED_LEN * slot);
+            // SAFETY: the slot is below the size, so the element is in the used ring, which stays
+            // mapped and aligned: the caller of `DriverRing::new` promises it.
+            let id = unsafe { raw::get_u32(elem) };
+            // SAFETY: the same; the second half of the element.
+            let len = unsafe { raw::get_u32(elem.wrapping_add(4)) };
             self.next_used = self.next_used.wrapping_add(1);
             let Ok(head) = u16::try_from(id) else { continue };
             let descs = self.descs.take(head);
@@ -180,22 +185,22 @@ impl SplitDriver {
     #[inline]
     pub(super) fn enable_notify_after(&mut self, count: u16) -> bool {
         let count = if self.event_idx { count.max(1) } else { 1 };
-        // SAFETY: the driver owns the available ring, which is mapped; the event field is within
-        // `ring_sizes`.
-        unsafe {
-            if self.event_idx {
-                let at = ELEMS + 2 * (self.mask as usize + 1);
-                let event = self.next_used.wrapping_add(count - 1);
-                raw::store_u16(self.addrs.driver.add(at), event, Ordering::Relaxed);
-            } else {
-                raw::store_u16(self.addrs.driver, 0, Ordering::Relaxed);
-            }
+        if self.event_idx {
+            let at = ELEMS + 2 * (self.mask as usize + 1);
+            let event = self.next_used.wrapping_add(count - 1);
+            // SAFETY: `ring_sizes` has room for the event field after the available ring, which
+            // stays mapped and aligned: the caller of `DriverRing::new` promises it.
+            unsafe { raw::store_u16(self.addrs.driver.wrapping_add(at), event, Ordering::Relaxed) };
+        } else {
+            // SAFETY: the available ring begins with its flags. It stays mapped and aligned: the
+            // caller of `DriverRing::new` promises it.
+            unsafe { raw::store_u16(self.addrs.driver, 0, Ordering::Relaxed) };
         }
         // A full barrier between the request and the look at the index. Its counterpart is in the
         // device's `publish`.
         fence(Ordering::SeqCst);
         // SAFETY: the used ring stays mapped and aligned. Acquire: as in `has_used`.
-        let used = unsafe { raw::load_u16(self.addrs.device.add(IDX), Ordering::Acquire) };
+        let used = unsafe { raw::load_u16(self.addrs.device.wrapping_add(IDX), Ordering::Acquire) };
         used.wrapping_sub(self.next_used) >= count
     }
 
@@ -213,7 +218,7 @@ impl SplitDriver {
 unsafe fn write_desc(table: *mut u8, index: u16, seg: &DriverSeg, next: u16, more: bool) {
     let write = if seg.writable { DESC_F_WRITE } else { 0 };
     let (flags, next) = if more { (write | DESC_F_NEXT, next) } else { (write, 0) };
-    // SAFETY: the caller upholds this function's contract, which is the same.
+    // SAFETY: the caller promises that the table is writable up to this descriptor, and aligned.
     unsafe { put_desc(table, index, seg.addr, seg.len, flags, next) };
 }
 
@@ -224,10 +229,10 @@ unsafe fn write_desc(table: *mut u8, index: u16, seg: &DriverSeg, next: u16, mor
 #[inline(always)]
 unsafe fn put_desc(table: *mut u8, index: u16, addr: u64, len: u32, flags: u16, next: u16) {
     let word = u64::from(len) | u64::from(flags) << 32 | u64::from(next) << 48;
-    // SAFETY: the caller upholds this function's contract.
-    unsafe {
-        let desc = table.add(index as usize * DESC_LEN);
-        raw::put_u64(desc, addr);
-        raw::put_u64(desc.add(8), word);
-    }
+    let desc = table.wrapping_add(index as usize * DESC_LEN);
+    // SAFETY: the caller promises that the table is writable up to the end of this descriptor, and
+    // aligned to 8.
+    unsafe { raw::put_u64(desc, addr) };
+    // SAFETY: the same; the second half of the descriptor.
+    unsafe { raw::put_u64(desc.wrapping_add(8), word) };
 }

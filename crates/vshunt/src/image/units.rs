@@ -26,13 +26,10 @@ pub(super) fn clock(ns: u64) -> String {
 /// Formats seconds since 1970 in local time: `2026-11-21 19:50:12`.
 pub(super) fn date(seconds: u32) -> String {
     let time = libc::time_t::from(seconds);
-    // SAFETY: zero is valid for `tm`, which has numbers and a pointer. localtime_r fills it. Both
-    // arguments outlive the call.
-    let (tm, known) = unsafe {
-        let mut tm: libc::tm = std::mem::zeroed();
-        let known = !libc::localtime_r(&time, &mut tm).is_null();
-        (tm, known)
-    };
+    // SAFETY: struct tm consists of numbers and a pointer, for which zero is valid.
+    let mut tm: libc::tm = unsafe { std::mem::zeroed() };
+    // SAFETY: localtime_r reads `time` and fills `tm`. Both are local and outlive the call.
+    let known = !unsafe { libc::localtime_r(&time, &mut tm) }.is_null();
     if !known {
         return seconds.to_string();
     }

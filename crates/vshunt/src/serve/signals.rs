@@ -24,15 +24,14 @@ pub(crate) struct Blocked(libc::sigset_t);
 /// Blocks the signals that end the daemon.
 pub(crate) fn block() -> Result<Blocked> {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: sigemptyset initialises the set. sigaddset gets that set, and constants that are
-    // valid signals.
-    let set = unsafe {
-        libc::sigemptyset(set.as_mut_ptr());
-        for signal in ENDING.into_iter().filter(|s| !is_ignored(*s)) {
-            libc::sigaddset(set.as_mut_ptr(), signal);
-        }
-        set.assume_init()
-    };
+    // SAFETY: sigemptyset initialises the local set.
+    unsafe { libc::sigemptyset(set.as_mut_ptr()) };
+    for signal in ENDING.into_iter().filter(|s| !is_ignored(*s)) {
+        // SAFETY: the set is local and was initialised above; `ENDING` has only signal numbers.
+        unsafe { libc::sigaddset(set.as_mut_ptr(), signal) };
+    }
+    // SAFETY: sigemptyset initialised the set.
+    let set = unsafe { set.assume_init() };
     // SAFETY: `set` is initialised and outlives the call. The pointer to the old mask may be null.
     let rc = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) };
     if rc != 0 {

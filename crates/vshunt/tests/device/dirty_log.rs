@@ -1,5 +1,7 @@
 //! The dirty log of a migration: all that the device writes is marked (vhost-user, "Migration").
 
+#![allow(clippy::multiple_unsafe_ops_per_block, reason = "a test, in which one block has one purpose")]
+
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

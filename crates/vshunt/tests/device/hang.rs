@@ -3,6 +3,8 @@
 //! What hangs is a real image on a real file system. A thread writes to it from memory whose page fault nobody
 //! answers (userfaultfd), and holds the inode's lock meanwhile: operations of others on that file wait.
 
+#![allow(clippy::multiple_unsafe_ops_per_block, reason = "a test, in which one block has one purpose")]
+
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;

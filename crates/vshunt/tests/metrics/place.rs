@@ -1,5 +1,7 @@
 //! Where metrics are asked for, by whom, and what becomes of those who only connect.
 
+#![allow(clippy::multiple_unsafe_ops_per_block, reason = "a test, in which one block has one purpose")]
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, OwnedFd};
