@@ -31,8 +31,12 @@
 //! }
 //! ```
 
-#![deny(clippy::indexing_slicing, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-#![deny(clippy::multiple_unsafe_ops_per_block)]
+#![deny(
+    clippy::indexing_slicing,
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss
+)]
 #![cfg_attr(
     test,
     allow(clippy::indexing_slicing, clippy::cast_possible_truncation, reason = "a failed test may panic")

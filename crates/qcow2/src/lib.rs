@@ -23,8 +23,15 @@
 //! # Ok::<(), qcow2::Error>(())
 //! ```
 
-#![deny(clippy::multiple_unsafe_ops_per_block)]
-#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::cast_possible_truncation))]
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::indexing_slicing,
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        clippy::cast_sign_loss
+    )
+)]
 
 mod alloc;
 pub mod bitmap;
