@@ -123,11 +123,13 @@ impl PackedTrack {
             track.format();
             return Ok(Recovered { track, replays: Vec::new(), used, taken: 0 });
         }
-        // SAFETY: the caller upholds this function's contract, which is the same.
+        // SAFETY: the caller promises that `desc` is the ring of `size` descriptors, mapped and
+        // aligned.
         let used = unsafe { track.settle(size, desc)? };
         let replays = track.list(size)?;
         let taken = replays.iter().map(|r| r.head.descs).sum();
-        // SAFETY: the caller upholds this function's contract, which is the same.
+        // SAFETY: the caller promises the same as above, and `settle` returned a position of the
+        // ring.
         unsafe { unuse(desc, size, used, taken) };
         Ok(Recovered { track, replays, used, taken })
     }
@@ -401,8 +403,9 @@ impl PackedTrack {
 /// # Safety
 /// That of [`PackedTrack::recover`]. The slot is below the ring's size.
 unsafe fn slot_flags(desc: *mut u8, at: Pos) -> u16 {
-    // SAFETY: the caller upholds this function's contract.
-    unsafe { raw::load_u16(desc.add(at.slot as usize * DESC_LEN + 14), Ordering::Acquire) }
+    let flags = desc.wrapping_add(at.slot as usize * DESC_LEN + 14);
+    // SAFETY: the caller promises that the ring is mapped and aligned, and that the slot is in it.
+    unsafe { raw::load_u16(flags, Ordering::Acquire) }
 }
 
 /// Turns used descriptors that were written and never published back into available ones. They are
@@ -414,8 +417,8 @@ unsafe fn unuse(desc: *mut u8, size: u16, from: Pos, count: u16) {
     const OWNER: u16 = DESC_F_AVAIL | DESC_F_USED;
     let mut at = from;
     for _ in 0..count {
-        // SAFETY: `advance` keeps the slot below the size; the caller upholds this function's
-        // contract.
+        // SAFETY: the caller promises that the ring is mapped and aligned, and that `from` is in it.
+        // `advance` keeps the slot below the size.
         unsafe {
             let flags = slot_flags(desc, at);
             if flags & OWNER == at.used_flags() {

@@ -32,8 +32,9 @@ use core::sync::atomic::{Ordering, compiler_fence};
 #[inline(always)]
 pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     compiler_fence(Ordering::SeqCst);
-    // SAFETY: the caller upholds this function's contract for both ranges. The module's rules allow
-    // concurrent writes by others.
+    // SAFETY: the caller promises that `from` is readable and `to` is writable for `len` bytes, and
+    // that no reference to the bytes at `to` is used meanwhile. Others may write to both: see the
+    // module.
     unsafe { core::ptr::copy(from, to, len) };
     compiler_fence(Ordering::SeqCst);
 }
@@ -44,7 +45,8 @@ pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
 /// `from` is readable for `to.len()` bytes.
 #[inline(always)]
 pub unsafe fn read(from: *const u8, to: &mut [u8]) {
-    // SAFETY: the caller promises that `from` is readable; `to` is an exclusive reference.
+    // SAFETY: the caller promises that `from` is readable for as many bytes as `to` has; `to` is an
+    // exclusive reference.
     unsafe { copy(from, to.as_mut_ptr(), to.len()) };
 }
 
@@ -54,8 +56,8 @@ pub unsafe fn read(from: *const u8, to: &mut [u8]) {
 /// `to` is writable for `from.len()` bytes.
 #[inline(always)]
 pub unsafe fn write(to: *mut u8, from: &[u8]) {
-    // SAFETY: the caller promises that `to` is writable; `from` is a reference to memory of this
-    // process.
+    // SAFETY: the caller promises that `to` is writable for as many bytes as `from` has; `from` is a
+    // reference to memory of this process.
     unsafe { copy(from.as_ptr(), to, from.len()) };
 }
 
@@ -76,7 +78,7 @@ pub unsafe fn write_u8(to: *mut u8, byte: u8) {
 #[inline(always)]
 pub unsafe fn fill(to: *mut u8, byte: u8, len: usize) {
     compiler_fence(Ordering::SeqCst);
-    // SAFETY: the caller promises that the range is writable.
+    // SAFETY: the caller promises that `to` is writable for `len` bytes.
     unsafe { to.write_bytes(byte, len) };
     compiler_fence(Ordering::SeqCst);
 }

@@ -148,10 +148,12 @@ impl<'a> Fast<'a> {
     /// `desc` is readable for `size` descriptors and aligned to 8; `head` is below `size`.
     #[inline(always)]
     pub(super) unsafe fn split(&mut self, desc: *const u8, size: usize, head: u16) -> Option<u16> {
-        // SAFETY: the caller upholds this function's contract, which is the same.
-        let d = unsafe { RawDesc::read(desc.add(head as usize * DESC_LEN)) };
+        // SAFETY: the caller promises that `head` is below `size`, and that `desc` is readable for
+        // `size` descriptors and aligned to 8.
+        let d = unsafe { RawDesc::read(desc.wrapping_add(head as usize * DESC_LEN)) };
         if d.mid() & DESC_F_INDIRECT == 0 {
-            // SAFETY: the caller upholds this function's contract, which is the same.
+            // SAFETY: the caller promises that `desc` is readable for `size` descriptors and aligned
+            // to 8.
             unsafe { self.split_list(desc, size, d)? };
             // At most `MAX_DESCS` segments.
             return Some(low_u16(self.count(self.next) as u64));
