@@ -73,7 +73,7 @@ def test_a_commit_that_is_cancelled_or_killed(rig, mounts):
     """After a cancelled, killed or refused commit the disk is in its overlay, with all writes."""
     base = image(rig, "cends", "qcow2")
     disk = Disk(rig, base, "qcow2", name="cends")
-    r.message_of(disk.cli("commit", "d0", check=False), "stands on no image", base.name)
+    r.message_of(disk.cli("commit", "d0", check=False), "has no backing image", base.name)
     writer = Writer(disk.file)
     time.sleep(0.5)
     overlay = rig.dir / "cends-over.qcow2"

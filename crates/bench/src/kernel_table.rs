@@ -128,7 +128,7 @@ impl Tables {
         }
         out.push('\n');
         for (backend, columns) in &self.ram {
-            let _ = write!(out, "{:<34}", format!("ours, {backend}"));
+            let _ = write!(out, "{:<34}", format!("vshunt, {backend}"));
             for one in columns {
                 let cell = format!("{} / {}", show_rate(one.randread.iops), show_rate(one.randwrite.iops));
                 let _ = write!(out, "{cell:>16}");
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ours_stands_beside_the_seeds() {
+    fn this_measurement_and_the_original_are_shown() {
         let figure = Figure { jobs: 1, iops: 2.5e5, server_us_per_io: None, p50_ns: 0 };
         let one = RamFigure { queues: 1, workers: 1, randread: figure.clone(), randwrite: figure.clone() };
         let row = Row { format: "/dev/ram0".into(), workers: "one worker".into(), figures: vec![figure] };

@@ -69,7 +69,7 @@ impl Disk {
         let image = Image::open(&plain).map_err(|e| Error::invalid(format!("{shown}: {e}")))?;
         let Some(name) = &image.header().backing else {
             return Err(Error::invalid(format!(
-                "{shown} stands on no image: there is nothing that it could be committed to"
+                "{shown} has no backing image: there is nothing that it could be committed to"
             )));
         };
         let format = match image.header().backing_format.as_deref() {

@@ -59,17 +59,17 @@ pub fn check(path: &Path, readonly: bool) -> Result<()> {
                 .map_err(|e| Error::io(format_args!("cannot remove {OVERLAY} of {shown}"), e))
         }
         Ok(true) if read(path, COMMITTING).is_some() => Err(Error::busy(format!(
-            "{shown} is below {over}, which has what a commit that did not come to its end has not brought here: use {over} \
+            "{shown} is below {over}, which has data that an interrupted commit has not written here yet: use {over} \
              (format=qcow2), and commit again"
         ))),
         Ok(true) => Err(Error::busy(format!(
             "{shown} has a snapshot's overlay {over}, which writes to it would destroy: use {over} (format=qcow2), or add \
              readonly=on; or remove {over} to go back to the snapshot ('setfattr -x {OVERLAY} {shown}' if you know that \
-             it stands on another image)"
+             {shown} is not its backing image)"
         ))),
         Ok(false) => {
             tracing::warn!(
-                "{shown} is marked as having an overlay {over}, which does not stand on it any more: unmarked"
+                "{shown} is marked as having an overlay {over}, which does not have it as its backing image any more: unmarked"
             );
             remove(path, OVERLAY)
                 .map_err(|e| Error::io(format_args!("cannot remove {OVERLAY} of {shown}"), e))

@@ -225,7 +225,7 @@ impl Qcow2 {
             if let Err(e) = self.flush_now() {
                 let what = match self.journal {
                     Some(_) => {
-                        "are in its journal, for whoever opens it next before the machine is started again"
+                        "are in its journal; open the image again before the machine restarts, or they are lost"
                     }
                     None => "are lost",
                 };

@@ -481,7 +481,9 @@ impl Daemon {
         spec.check()?;
         let settings = settings(&spec);
         if spec.kind.is_some() || spec.export.is_some() {
-            return Err(Error::invalid("who runs a worker, and for which export, cannot be changed"));
+            return Err(Error::invalid(
+                "the kind and the export of a worker cannot be changed; leave them out",
+            ));
         }
         self.workers.set(id, spec.name, &settings)
     }

@@ -271,7 +271,7 @@ fn open_device() -> Result<OwnedFd> {
     match rustix::fs::fstat(&device) {
         Ok(stat) if stat.st_rdev == rustix::fs::makedev(10, 229) => Ok(device),
         _ => Err(Error::unsupported(format!(
-            "{DEVICE} is not the FUSE device; make it anew, as root: rm {DEVICE}; mknod {DEVICE} c 10 229"
+            "{DEVICE} is not the FUSE device; make it again, as root: rm {DEVICE}; mknod {DEVICE} c 10 229"
         ))),
     }
 }

@@ -135,7 +135,7 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues: u16) -> std::result::Result<
     };
     if !readonly && !disk.write_observers().is_idle() {
         return Err(format!(
-            "disk {} has a job or dirty bitmaps, and the kernel tells nobody of its writes",
+            "disk {} has a job or dirty bitmaps, and writes by the kernel cannot be observed",
             spec.disk
         ));
     }

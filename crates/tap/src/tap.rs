@@ -195,7 +195,7 @@ impl Tap {
         let name = &self.name;
         if count > 1 && !self.multi_queue {
             return Err(Error::unsupported(format!(
-                "interface {name} is a tap with one queue, and {count} are asked for; give queues=1, or make it anew: \
+                "interface {name} is a tap with one queue, and {count} are asked for; give queues=1, or make it again: \
                  ip tuntap add dev {name} mode tap multi_queue"
             )));
         }

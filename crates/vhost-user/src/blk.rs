@@ -241,9 +241,11 @@ impl Device for BlkDevice {
 
     fn resumed(&self) -> Result<(), String> {
         if self.disk.lost_writes() {
-            return Err("its disk was not closed, and writes that the guest knows as completed may be lost: start the \
-                        guest anew, and check its file systems"
-                .to_owned());
+            return Err(
+                "its disk was not closed, and writes that the guest knows as completed may be lost: \
+                        restart the guest, and check its file systems"
+                    .to_owned(),
+            );
         }
         if !self.writeback_written.load(Relaxed) {
             self.shared.writethrough_until_flush.store(true, Relaxed);

@@ -451,7 +451,10 @@ impl NetworkDevice for NetDevice {
         if let Some(control) = &self.control
             && let Err(why) = self.noted(control, notes)
         {
-            tracing::warn!("{}: the guest goes on without what it had set: {why}", self.name);
+            tracing::warn!(
+                "{}: queue pairs or offloads that the guest set cannot be restored: {why}; restart the guest",
+                self.name
+            );
         }
     }
 

@@ -110,7 +110,9 @@ impl Inner {
     fn pass_on_reports(&self, session: Option<&Session>) {
         for Report { queue, ring, reason } in self.reports.take() {
             let name = &self.name;
-            tracing::warn!("queue {name}:{queue} is broken: {reason}; it stands until it is started anew");
+            tracing::warn!(
+                "queue {name}:{queue} is broken: {reason}; it serves no requests until it is restarted"
+            );
             if self.news().rate.take(Instant::now()) {
                 self.observer.queue_broken(queue, &reason);
             }
@@ -144,8 +146,8 @@ impl Inner {
         let ended = self.converse(&mut connection, &mut session, waiting);
         match ended {
             _ if session.lost_memory() => tracing::warn!(
-                "{}: the front end cut memory short that it shares: its queues stop and its connection is closed; start \
-                 the guest anew",
+                "{}: the front end cut memory short that it shares: its queues stop and its connection is closed; \
+                 restart the guest",
                 self.name
             ),
             None => {}

@@ -155,7 +155,7 @@ impl NetArgs {
             return Err(fail!(Usage, "--announce is for --mode sink: others send anyway"));
         }
         if self.rate.is_some() && mode != Mode::Source && self.peer.is_none() {
-            return Err(fail!(Usage, "--rate is for who sends: --mode source, or --peer"));
+            return Err(fail!(Usage, "--rate needs a sender: give --mode source or --peer, or leave it out"));
         }
         Ok(NetPlan {
             mode,

@@ -77,7 +77,10 @@ pub(crate) fn open(spec: &DiskSpec, growable: bool) -> Result<(Qcow2, u64, Limit
     let (mut layers, mut backing_bytes) = (Vec::new(), None);
     while let Some(lower) = backing.take() {
         if layers.len() == CHAIN_MAX {
-            return Err(Error::invalid(format!("{} stands on more than {CHAIN_MAX} images", path.display())));
+            return Err(Error::invalid(format!(
+                "{} has more than {CHAIN_MAX} backing images; commit some of them",
+                path.display()
+            )));
         }
         let part = DiskSpec { file: Some(lower.path.clone()), readonly: true, size: None, ..spec.clone() };
         match lower.format {
@@ -125,7 +128,7 @@ struct BackingName {
 impl BackingName {
     /// Returns the context of an error.
     fn context(&self, top: &Path) -> String {
-        format!("{} stands on {}", top.display(), self.path.display())
+        format!("{} has the backing image {}", top.display(), self.path.display())
     }
 }
 
@@ -290,14 +293,14 @@ fn open_image(opened: &mut OpenFiles, spec: &DiskSpec, path: &Path, growable: bo
         }
         (Some(name), Some(other)) => {
             return Err(Error::unsupported(format!(
-                "{shown} stands on {name} of format {other}; only raw and qcow2 are supported"
+                "{shown} has the backing image {name} of format {other}; only raw and qcow2 are supported"
             )));
         }
         (Some(name), None) => {
             // A guest controls the contents of a raw disk. If the format were guessed from them,
             // the guest could name any file of the host as a backing image.
             return Err(Error::invalid(format!(
-                "{shown} stands on {name} and does not name the format of that image: add it with 'qemu-img rebase -u -b {name} \
+                "{shown} does not name the format of its backing image {name}: add it with 'qemu-img rebase -u -b {name} \
                  -F FORMAT {shown}'"
             )));
         }

@@ -31,7 +31,7 @@ pub(super) fn writer(exports: &[Arc<Export>], entry: &DiskEntry) -> Result<Optio
         let name = &export.spec.name;
         if export.is_kernel() {
             return Err(Error::unsupported(format!(
-                "disk {disk} is written by export {name}, which the kernel serves and tells nobody of its writes: \
+                "disk {disk} is written by export {name}, which the kernel serves, so its writes cannot be observed: \
                  serve it with engine=user"
             )));
         }

@@ -110,7 +110,7 @@ impl Daemon {
             let Some(WaitingOverlay { spec: over, .. }) = state.overlays.get(overlay) else {
                 let why = match state.disks.contains_key(overlay) {
                     true => {
-                        "is a disk by itself; an overlay is an image that names the one it stands on, added with"
+                        "is a disk by itself; an overlay is an image that names its backing image, added with"
                     }
                     false => "is not there; add the overlay first, by blockdev-add with",
                 };

@@ -130,7 +130,7 @@ impl Prepared {
                     }
                     Net::Switch(_) if spec.engine == Some(Engine::Kernel) => {
                         return Err(Error::unsupported(format!(
-                            "export {}: a switch is ours, and not the kernel's; leave out engine=kernel",
+                            "export {}: the kernel cannot serve a port of a switch; leave out engine=kernel",
                             spec.name
                         )));
                     }

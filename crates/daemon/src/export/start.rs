@@ -105,7 +105,8 @@ impl Start<'_> {
         let PreparedPort { socket, switch } = prepared;
         let spec = self.spec;
         let auto = spec.engine == Some(Engine::Auto);
-        let reason = auto.then(|| not_the_kernel(spec, "a switch is ours".to_owned()));
+        let reason =
+            auto.then(|| not_the_kernel(spec, "the kernel cannot serve a port of a switch".to_owned()));
         let pairs = spec.queues.unwrap_or(1);
         let set = self.queues(pairs, has_control(pairs))?;
         let guard = join(spec, switch, pairs)?;

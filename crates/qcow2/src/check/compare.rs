@@ -141,9 +141,7 @@ impl Checker<'_, '_> {
             added.extend(more);
         }
         if table << bits > REFTABLE_BYTES_MAX.max(h.cluster_size()) {
-            return Err(Error::unsupported(
-                "the file is too large for its reference counts to be written anew",
-            ));
+            return Err(Error::unsupported("the file is too large for its reference counts to be rebuilt"));
         }
         let own = first..first + blocks.len() as u64 + table;
         let places: BTreeMap<u64, u64> = blocks.iter().copied().zip(first..).collect();

@@ -248,9 +248,11 @@ impl FromStr for Mac {
         }
         match (parts.next(), bytes) {
             (Some(_), _) => Err(bad()),
-            (None, [0, 0, 0, 0, 0, 0]) => Err(format!("`{text}` is nobody's address")),
+            (None, [0, 0, 0, 0, 0, 0]) => {
+                Err(format!("`{text}` is not the address of a device; give another one"))
+            }
             (None, [first, ..]) if first & 1 != 0 => Err(format!(
-                "`{text}` is a group's address: its first byte is odd; a card needs one of its own"
+                "`{text}` is a group address: its first byte is odd; give a network device one with an even first byte"
             )),
             _ => Ok(Self(bytes)),
         }

@@ -62,7 +62,9 @@ fn spec(args: BackupArgs) -> Outcome<BackupSpec> {
     if let Some(path) = args.to.as_ref().filter(|_| args.overwrite && args.backing.is_some())
         && args.backing.as_ref() == Some(path)
     {
-        return Err(Failure::Usage("the backup before cannot be replaced by one that stands on it".into()));
+        return Err(Failure::Usage(
+            "a backup cannot replace its own backing image; choose another --to".into(),
+        ));
     }
     let format = args.to.is_some().then(|| args.format.unwrap_or(Format::Qcow2));
     Ok(BackupSpec {

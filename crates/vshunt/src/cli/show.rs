@@ -271,7 +271,7 @@ pub(crate) fn drops(queues: &[QueueInfo]) -> Option<String> {
 
 pub(crate) fn jobs(jobs: &[JobInfo]) -> String {
     table(
-        ["JOB", "TYPE", "DISK", "STATUS", ">DONE", ">OF", "SPEED", "TO", "ERROR"],
+        ["JOB", "TYPE", "DISK", "STATUS", ">DONE", ">TOTAL", "SPEED", "TO", "ERROR"],
         jobs.iter().map(|j| {
             let kind = match j.kind {
                 JobKind::Backup => "backup",

@@ -125,7 +125,7 @@ impl Refusal {
             Self::NotFound => "metrics are at /metrics\n",
             Self::Method => "metrics are for GET\n",
             Self::TooLarge => "the request is too long\n",
-            Self::Version => "HTTP/1.1 is spoken here\n",
+            Self::Version => "this HTTP version is not supported; use HTTP/1.1\n",
         }
     }
 }

@@ -34,7 +34,7 @@ struct Target {
     fresh: bool,
 }
 
-/// A bitmap that a backup starts anew.
+/// A bitmap that a backup restarts.
 struct StartedBitmap {
     bitmap: Arc<Bitmap>,
     /// Its bits before, which are restored if the backup fails. None: the bitmap was made for this
@@ -66,8 +66,7 @@ impl Daemon {
                     "does not record writes"
                 };
                 return Err(Error::invalid(format!(
-                    "bitmap {name} {does}, so it does not say what changed: begin it anew with a full backup (--bitmap \
-                     {name})"
+                    "bitmap {name} {does}, so it does not say what changed: restart it with a full backup (--bitmap {name})"
                 )));
             }
         }
@@ -355,7 +354,7 @@ fn drop_target(target: Target) {
     }
 }
 
-/// Starts the bitmap of the backup anew at the point in time.
+/// Restarts the bitmap of the backup at the point in time.
 fn start_bitmap(spec: &BackupSpec, entry: &Arc<DiskEntry>, job: &str) -> Result<Option<StartedBitmap>> {
     let Some(name) = spec.incremental.as_ref().or(spec.bitmap.as_ref()) else { return Ok(None) };
     let there = entry.watched.bitmap(&spec.disk, name);
@@ -416,7 +415,7 @@ fn check(spec: &BackupSpec) -> Result<()> {
         return wrong("only a new qcow2 file can be compressed; leave out compress");
     }
     if spec.bitmap.is_some() && spec.incremental.is_some() {
-        return wrong("an incremental backup begins its bitmap anew by itself; leave out bitmap");
+        return wrong("an incremental backup restarts its bitmap by itself; leave out bitmap");
     }
     if spec.backing.is_some() && (spec.incremental.is_none() || !qcow2) {
         return wrong("backing is of an incremental backup in a qcow2 file");
@@ -434,7 +433,7 @@ fn check(spec: &BackupSpec) -> Result<()> {
 fn below(path: &Path, name: &str, format: Format) -> Result<Arc<Disk>> {
     if std::fs::canonicalize(path).is_ok_and(|path| path == Path::new(name)) {
         return Err(Error::invalid(format!(
-            "{name} cannot be replaced by a backup that stands on it; choose another name"
+            "{name} cannot be replaced by a backup that has it as its backing image; choose another name"
         )));
     }
     Disk::open(&DiskSpec {

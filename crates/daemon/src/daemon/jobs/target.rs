@@ -116,7 +116,7 @@ impl TargetFile {
         match (id_of(&self.file), self.part.symlink_metadata()) {
             (Ok(ours), Ok(there)) if ours == (there.dev(), there.ino()) => Ok(()),
             _ => Err(Error::invalid(format!(
-                "{} was removed or replaced while it was written; make the backup anew",
+                "{} was removed or replaced while it was written; start the backup again",
                 self.part.display()
             ))),
         }

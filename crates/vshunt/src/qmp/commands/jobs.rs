@@ -110,7 +110,7 @@ pub(crate) fn blockdev_backup(context: &Context, arguments: Arguments) -> Answer
         Sync::Top | Sync::None => return refuse("'sync' is full, incremental or bitmap"),
     };
     if !matches!(a.bitmap_mode, None | Some(BitmapMode::OnSuccess)) {
-        return refuse("the bitmap begins anew if the backup succeeds; 'bitmap-mode' is on-success");
+        return refuse("the bitmap restarts if the backup succeeds; set 'bitmap-mode' to on-success");
     }
     let spec = BackupSpec {
         disk: a.device,

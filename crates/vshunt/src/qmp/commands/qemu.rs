@@ -134,7 +134,7 @@ impl Node {
             Some(_) if self.driver != Driver::Qcow2 => refuse("'backing' belongs to driver qcow2 only"),
             Some(Value::Null) => Ok(true),
             Some(_) => refuse(
-                "nodes do not stack here: leave 'backing' out, and the image itself says what it stands on; null is for an \
+                "nodes do not stack here: leave 'backing' out, and the image itself names its backing image; null is for an \
                  overlay that waits for blockdev-snapshot",
             ),
         }
