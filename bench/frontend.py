@@ -1,4 +1,4 @@
-"""A vhost-user-blk front-end that starts queues and then keeps still: what the idle and memory cases need.
+"""A vhost-user-blk front end that starts queues and then keeps still: what the idle and memory cases need.
 
 It is a guest's driver of the smallest kind, in the standard library: split rings, one kick and one call
 eventfd a queue, no event index, no indirect descriptors. Every queue really runs: `touch` reads through each
@@ -44,7 +44,7 @@ class FrontEnd:
         memory_fd = self._own(os.memfd_create("guest"))
         os.ftruncate(memory_fd, self._bytes)
         self._memory = mmap.mmap(memory_fd, self._bytes)
-        # The front-end's own address, for the memory table; any that is consistent will do.
+        # The front end's own address, for the memory table; any that is consistent will do.
         self._user_base = 1 << 40
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(timeout_s)

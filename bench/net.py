@@ -38,8 +38,8 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Taker:
-    """Who serves the card: a server's argv, its tap, what the guest's driver is told besides, and whether the server ends
-    with its front-end."""
+    """Who serves the NIC: a server's argv, its tap, what the guest's driver is told besides, and whether the server ends
+    with its front end."""
     argv: list
     ifname: str
     guest: tuple = ()

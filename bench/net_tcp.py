@@ -1,4 +1,4 @@
-"""TCP of a real guest with all offloads: its card by vshunt on a tap, and by QEMU's own tap without vhost.
+"""TCP of a real guest with all offloads: its network device by vshunt on a tap, and by QEMU's own tap without vhost.
 
 Two guests under TCG, of the same kernel and initramfs, one by each. Both are there, and one at a time is loaded, so that the
 two are compared within seconds on a machine whose speed changes within minutes. In a network namespace, as root. Guests are
@@ -70,7 +70,7 @@ def taps(inside, pairs):
 
 
 class Side:
-    """A guest, and who serves its card."""
+    """A guest, and who serves its NIC."""
 
     def __init__(self, b, stack, rig, inside, name, pairs):
         ifname, net = PLACES[name]
@@ -149,7 +149,7 @@ def round_of(b, rig, inside, pairs, rep, runs):
 
 def case(b):
     """vshunt against QEMU's own tap, throughput and CPU time."""
-    b.report.heading(CASE, "iperf3 in a guest under TCG, 2 vCPUs, all offloads, to the host and back: its card by vshunt on a tap, and by QEMU's "
+    b.report.heading(CASE, "iperf3 in a guest under TCG, 2 vCPUs, all offloads, to the host and back: its network device by vshunt on a tap, and by QEMU's "
                            "own tap without vhost")
     rig = r.Rig("bench-guest")
     rig.booted = 0

@@ -22,7 +22,7 @@ def idle(b):
     """All servers at once, for they do nothing: CPU time over one window, to the nanosecond where the kernel says."""
     b.report.heading("idle", f"an export of {IDLE_QUEUES} queues, each used once and then left alone")
     each = vshunt(b.tools, NULL, IDLE_QUEUES, "per-queue")
-    takers = [("vshunt, no front-end", vshunt(b.tools, NULL, IDLE_QUEUES), False, True),
+    takers = [("vshunt, no front end", vshunt(b.tools, NULL, IDLE_QUEUES), False, True),
               ("vshunt, connected", vshunt(b.tools, NULL, IDLE_QUEUES), True, True),
               ("vshunt per-queue, connected", each, True, True)]
     if b.tools.qsd:

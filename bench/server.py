@@ -53,7 +53,7 @@ def end(process, log=None):
 
 def listens(path, pid="self"):
     """Whether a UNIX socket of this path is listening in the network namespace of `pid` (a connection to see would be a
-    front-end)."""
+    front end)."""
     with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/net/unix") as f:
         for line in f:
             a = line.split()

@@ -379,7 +379,7 @@ pub fn messages(data: &[u8]) {
             Ok(0) => break,
             Ok(_) => {}
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                panic!("the back-end keeps the connection {HANG:?} after its front-end left")
+                panic!("the back-end keeps the connection {HANG:?} after its front end left")
             }
             Err(_) => break,
         }

@@ -91,7 +91,7 @@ refuse("an uplink of no switch", "give net=NAME", export=f"{UPLINK}tap=n0")
 refuse("an uplink without a tap", "give tap=NAME", export=f"{UPLINK}net=n0")
 refuse("an uplink of a tap that is not there", "n9", "--net", net=SWITCH, export=f"{UPLINK}net=n0,tap=n9")
 refuse("an uplink with an address", "mac is of type=vhost-user-net", net=SWITCH, export=f"{UPLINK}net=n0,tap=n0,mac=52:54:00:12:34:56")
-refuse("a tap for a card", "tap is of type=uplink", export="net=n0,tap=n0")
+refuse("a tap for a NIC", "tap is of type=uplink", export="net=n0,tap=n0")
 refuse("an uplink whose tap is a switch", "n0 is a switch", net=SWITCH, export=f"{UPLINK}net=n0,tap=n0")
 for mac in ("52:54:00:12:34", "52-54-00-12-34-56", "ff:ff:ff:ff:ff:ff", "00:00:00:00:00:00"):
     refuse(f"the address {mac}", mac, export=f"net=n0,mac={mac}")
@@ -124,7 +124,7 @@ of_the_kernel("an uplink whose switch is a tap", "n0 is a tap", export=f"{UPLINK
 for key in ("mac-limit=9", "vlan=5", "trunk=5", "isolated=on", "reserved=off", "mac-filter=off"):
     of_the_kernel(f"{key} on a tap", f"{key.split('=')[0]} is of a port of a switch", "leave it out", export=f"net=n0,{key}")
 both = ["--net", "type=switch,name=s0", "--export", f"{UPLINK}net=s0,tap=n0"]
-of_the_kernel("an uplink whose tap is a card's", "in use by export c0", more=both)
+of_the_kernel("an uplink whose tap is a NIC's", "in use by export c0", more=both)
 of_the_kernel("an uplink of more queues than its tap", "queues=3", "has 2", net=tap("ifname=vs0,queues=2"), export=f"{UPLINK}net=s0,tap=n0,queues=3",
        more=both[:2])
 if not os.path.exists("/dev/vhost-net"):

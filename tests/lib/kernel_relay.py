@@ -151,7 +151,7 @@ result "disk: a read-only one is not written" written
 result "disk: and read" vshunt-bench blk --socket /tmp/s2 --rw randread --runtime 1s --quiet
 result "disk: its removal ends its workers" vshunt export remove e2
 result "disk: that is so" is "$(vshunt status --json | grep -c '"export": "e2"')" 0
-busy() { fails "front-end" vshunt export remove e0; }
+busy() { fails "front end" vshunt export remove e0; }
 load --rw randread --runtime 60s >/dev/null 2>&1 &
 client=$!
 until [ "$(told exports connected | cut -d' ' -f1)" = true ]; do sleep 0.1; done
@@ -224,7 +224,7 @@ killed() {
         until set -- $(told queues requests) && [ "${1:-0}" -gt 500 ]; do sleep 0.05; done
         kill -9 $pid
         wait $pid
-        wait $client && { echo "the front-end saw nothing of the end"; return 1; }
+        wait $client && { echo "the front end saw nothing of the end"; return 1; }
         n=$((n + 1))
     done
     is "$(pinned)" "$before" && gone
@@ -264,7 +264,7 @@ front() {
     done
     is "$(told queues in-flight)" "0 0 " && load --rw randrw --verify --queues 2 --runtime 1s && quit
 }
-result "ends: kill -9 of the front-end under load, 8 times, and on with the next" front
+result "ends: kill -9 of the front end under load, 8 times, and on with the next" front
 under_load() {
     serve file=/dev/ram0 queues=2,workers=2,engine=kernel
     load --rw randrw --queues 2 --iodepth 32 --runtime 30s >/dev/null 2>&1 &
@@ -273,7 +273,7 @@ under_load() {
     kill -TERM $pid
     wait $pid
     is $? 0 || return 1
-    wait $client && { echo "the front-end saw nothing of the end"; return 1; }
+    wait $client && { echo "the front end saw nothing of the end"; return 1; }
     gone
 }
 result "ends: SIGTERM under load" under_load

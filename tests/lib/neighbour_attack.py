@@ -293,7 +293,7 @@ class Front(p.Peer):
             size = chance.choice((1, 2, 8, 60))
             self.order(SET_CONFIG, struct.pack("<III", chance.choice((0, 32, 60)), size, 0) + chance.randbytes(size))
 
-    def of_a_card(self):
+    def of_a_nic(self):
         chance = self.chance
         self.order(p.NET_SET_MTU, struct.pack("<Q", chance.choice((0, 68, 1500, 9000, 65535, 2**64 - 1))))
         self.order(p.SEND_RARP, chance.choice((b"\x52\x54\0\0\0\1\0\0", chance.randbytes(8))))
@@ -366,7 +366,7 @@ class Front(p.Peer):
         """What this connection does until it has done enough, or is ended."""
         weights = {
             self.use_rings: 12, self.spoil_rings: 6, self.fill_calls: 3, self.cut_memory: 1, self.new_memory: 1, self.bad_table: 1,
-            self.slots: 2, self.inflight: 1, self.dirty_log: 1, self.channel: 1, self.switch: 8, self.of_a_card: 1, self.mutant: 2,
+            self.slots: 2, self.inflight: 1, self.dirty_log: 1, self.channel: 1, self.switch: 8, self.of_a_nic: 1, self.mutant: 2,
             self.garbage: 0.3, self.half: 0.5, self.flood: 0.5, self.pile: 0.5, self.wait: 6, self.discard: 4,
         }
         # Without a beginning there is little to spoil.

@@ -69,11 +69,11 @@ class Host:
         self.socket.close()
 
 
-def received(card, wait_s=r.WAIT_S, pair=0):
-    """The next frame of ours that a card gets; what the host's stack says by itself is passed over."""
+def received(nic, wait_s=r.WAIT_S, pair=0):
+    """The next frame of ours that a NIC gets; what the host's stack says by itself is passed over."""
     end = time.monotonic() + wait_s
     while True:
-        got = card.take(pair, max(0.0, end - time.monotonic()))
+        got = nic.take(pair, max(0.0, end - time.monotonic()))
         if got is None or ours(got[1]):
             return got
 

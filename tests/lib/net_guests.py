@@ -8,7 +8,7 @@ PAIRS = 2
 
 
 class Switch:
-    """A daemon with a switch and so many guests' cards."""
+    """A daemon with a switch and so many guests' NICs."""
 
     def __init__(self, rig, name, guests=2, more=()):
         self.rig, self.name = rig, name

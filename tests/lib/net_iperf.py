@@ -8,7 +8,7 @@ import rig as r
 ROUND_S = 6
 
 # Sets the guest's device up with the address `$own`, and reports its queues and offloads.
-CARD = """
+NIC = """
 ip link set lo up
 ip addr add $own/24 dev eth0
 ip link set eth0 up

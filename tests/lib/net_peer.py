@@ -1,4 +1,4 @@
-"""A guest's network device in Python: vhost-user-net's front-end with split rings, in which every descriptor is the test's own.
+"""A guest's network device in Python: vhost-user-net's front end with split rings, in which every descriptor is the test's own.
 
 What goes over it is bytes: frames with their virtio-net headers are made and read in net_frames.
 """
@@ -108,8 +108,8 @@ class Ring:
         return bool(select.select([self.err], [], [], r.WAIT_S)[0])
 
 
-class Card(p.Peer):
-    """A card of some pairs. Rings 2k receive, 2k + 1 send; with CTRL_VQ the one behind them is for control."""
+class Nic(p.Peer):
+    """A NIC of some pairs. Rings 2k receive, 2k + 1 send; with CTRL_VQ the one behind them is for control."""
 
     def __init__(self, socket, features=MRG_RXBUF, pairs=1, size=256):
         super().__init__(socket)

@@ -1,4 +1,4 @@
-"""A switch whose ports do not trust each other, with cards and uplinks. For tests in tests/net."""
+"""A switch whose ports do not trust each other, with NICs and uplinks. For tests in tests/net."""
 
 import struct
 
@@ -24,39 +24,39 @@ def tag(frame, vlan, kind=0x8100):
 
 
 class Net(r.Daemon):
-    """A switch with cards c0, c1, … that have these options, and uplinks u0, u1, … on vs0, vs1, …"""
+    """A switch with NICs c0, c1, … that have these options, and uplinks u0, u1, … on vs0, vs1, …"""
 
-    def __init__(self, rig, name, *cards, uplinks=()):
-        self.sockets = [rig.dir / f"{name}{k}.sock" for k in range(len(cards))]
+    def __init__(self, rig, name, *nics, uplinks=()):
+        self.sockets = [rig.dir / f"{name}{k}.sock" for k in range(len(nics))]
         words = ["--net", "type=switch,name=s0"]
-        for k, more in enumerate(cards):
+        for k, more in enumerate(nics):
             words += ["--export", f"type=vhost-user-net,name=c{k},net=s0,socket={self.sockets[k]},queues=1{',' * bool(more)}{more}"]
         for k, more in enumerate(uplinks):
             words += ["--net", f"type=tap,name=t{k},ifname=vs{k}"]
             words += ["--export", f"type=uplink,name=u{k},net=s0,tap=t{k},queues=1{',' * bool(more)}{more}"]
-        self.cards, self.number = [], 0
+        self.nics, self.number = [], 0
         super().__init__(rig, *words, name=name)
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, *_):
-        for card in self.cards:
-            card.__exit__(None, None, None)
+        for nic in self.nics:
+            nic.__exit__(None, None, None)
         try:
             if kind is None:
                 r.require(self.child.stop() == 0, self.child.tail())
         finally:
             self.child.kill()
 
-    def card(self, number, features=0, buffers=64):
-        card = c.Card(self.sockets[number], c.MRG_RXBUF | features)
-        card.fill(buffers, 2048)
-        self.cards.append(card)
-        return card
+    def nic(self, number, features=0, buffers=64):
+        nic = c.Nic(self.sockets[number], c.MRG_RXBUF | features)
+        nic.fill(buffers, 2048)
+        self.nics.append(nic)
+        return nic
 
-    def all_cards(self, features=0):
-        return [self.card(k, features) for k in range(len(self.sockets))]
+    def all_nics(self, features=0):
+        return [self.nic(k, features) for k in range(len(self.sockets))]
 
     def port(self, export):
         """Status of an export's port."""
@@ -83,21 +83,21 @@ class Net(r.Daemon):
         return MARK + self.number
 
 
-def got(card, what):
-    """The next frame of a test that a card receives."""
-    seen = f.received(card)
+def got(nic, what):
+    """The next frame of a test that a NIC receives."""
+    seen = f.received(nic)
     r.require(seen is not None, f"{what} does not come")
-    card.fill(1, 2048)
+    nic.fill(1, 2048)
     return seen[1]
 
 
-def nothing(net, sender, source, *cards):
-    """No frame is on its way to these cards: the next one is a broadcast that is sent now."""
+def nothing(net, sender, source, *nics):
+    """No frame is on its way to these NICs: the next one is a broadcast that is sent now."""
     number = net.mark()
     sender.transmit(f.frame(number, 100, ALL, source))
-    for k, card in enumerate(cards):
-        data = got(card, f"a frame to all for card {k}")
-        r.require(data == f.frame(number, 100, ALL, source), f"card {k} got a frame that is not for it: {data[:40].hex()}")
+    for k, nic in enumerate(nics):
+        data = got(nic, f"a frame to all for NIC {k}")
+        r.require(data == f.frame(number, 100, ALL, source), f"NIC {k} got a frame that is not for it: {data[:40].hex()}")
 
 
 def passes(a, source, b, to, number=1, length=200):
@@ -107,10 +107,10 @@ def passes(a, source, b, to, number=1, length=200):
     r.require(data == frame, f"another frame came: {data[:40].hex()}")
 
 
-def got_tagged(card, what):
-    seen = card.take()
+def got_tagged(nic, what):
+    seen = nic.take()
     r.require(seen is not None, f"{what} does not come to the trunk")
-    card.fill(1, 2048)
+    nic.fill(1, 2048)
     return seen[1]
 
 

@@ -70,7 +70,7 @@ def rests(daemon):
 
 
 def joined(rig, name):
-    """A daemon with a switch of two cards, c0 of one pair and c1 of two. -> it, their sockets"""
+    """A daemon with a switch of two NICs, c0 of one pair and c1 of two. -> it, their sockets"""
     sockets, exports = [rig.dir / f"{name}{k}.sock" for k in range(2)], []
     for k, socket in enumerate(sockets):
         exports += ["--export", f"type=vhost-user-net,name=c{k},net=s0,socket={socket},queues={k + 1}"]
@@ -82,9 +82,9 @@ class Net(r.Daemon):
 
     def __init__(self, rig, name, pairs=2, workers="per-queue", net="", export="", mac=MAC, mtu=MTU):
         self.socket = rig.dir / f"{name}.sock"
-        card = f"type=vhost-user-net,name=c0,net=n0,socket={self.socket},queues={pairs},workers={workers}"
-        card += f",mac={mac},mtu={mtu}{export}"
-        super().__init__(rig, "--net", f"type=tap,name=n0,ifname=vs0{net}", "--export", card, name=name)
+        nic = f"type=vhost-user-net,name=c0,net=n0,socket={self.socket},queues={pairs},workers={workers}"
+        nic += f",mac={mac},mtu={mtu}{export}"
+        super().__init__(rig, "--net", f"type=tap,name=n0,ifname=vs0{net}", "--export", nic, name=name)
 
     def queues(self):
         """Status of the queue pairs, by index."""
@@ -120,7 +120,7 @@ class Net(r.Daemon):
         r.require(not os.path.exists("/sys/class/net/vs0"), "the tap is left behind")
 
 
-# Addresses of the two guests of a switch, and those of their exports: the first is that of the cards.
+# Addresses of the two guests of a switch, and those of their exports: the first is that of the NICs.
 A_MAC, B_MAC = f.GUEST_MAC, f.HOST_MAC
 MACS = (MAC, "52:54:00:12:34:57")
 
@@ -135,13 +135,13 @@ class Two(r.Daemon):
             exports += ["--export", f"type=vhost-user-net,name=c{k},net=s0,socket={socket},queues=1,mac={MACS[k]},mtu={mtu},mac-filter=off"]
         super().__init__(rig, "--net", "type=switch,name=s0", *exports, name=name)
 
-    def cards(self, a=0, b=0, size=256):
+    def nics(self, a=0, b=0, size=256):
         """Both, with such features besides merged buffers, and the second with such rings."""
-        return c.Card(self.sockets[0], c.MRG_RXBUF | a), c.Card(self.sockets[1], c.MRG_RXBUF | b, size=size)
+        return c.Nic(self.sockets[0], c.MRG_RXBUF | a), c.Nic(self.sockets[1], c.MRG_RXBUF | b, size=size)
 
-    def drops(self, card):
+    def drops(self, nic):
         """By reason, those that are not 0."""
-        net = next(q["net"] for q in self.status()["queues"] if q["export"] == f"c{card}")
+        net = next(q["net"] for q in self.status()["queues"] if q["export"] == f"c{nic}")
         return {why: count for why, count in net["drops"].items() if count}
 
     def passes(self, a, b, number, length=600):
@@ -155,7 +155,7 @@ class Two(r.Daemon):
 
 
 class Up(r.Daemon):
-    """A switch with an uplink, vs0, and a card of one pair: for the same tests as a card on a tap."""
+    """A switch with an uplink, vs0, and a NIC of one pair: for the same tests as a NIC on a tap."""
 
     def __init__(self, rig, name="up", mtu=1500, more=()):
         self.socket = rig.dir / f"{name}.sock"
@@ -175,7 +175,7 @@ class Up(r.Daemon):
         self.child.kill()
 
     def drops(self):
-        """Of the card, by reason; those that are not 0."""
+        """Of the NIC, by reason; those that are not 0."""
         return drops(self, "c0")
 
 

@@ -1,4 +1,4 @@
-"""A vhost-user front-end of raw bytes, for saying what no sane front-end says. Python's standard library only."""
+"""A vhost-user front end of raw bytes, for saying what no sane front end says. Python's standard library only."""
 
 import array
 import mmap

@@ -57,7 +57,7 @@ def archive(path, data):
 class Guest:
     """A guest with a disk on a vhost-user socket, or a network device with `net` (its address), running `job`.
 
-    `tap`: the card is on QEMU's own tap of this name, without vhost, and not on `socket`. `inside`: the beginning of an argv
+    `tap`: the NIC is on QEMU's own tap of this name, without vhost, and not on `socket`. `inside`: the beginning of an argv
     that starts QEMU elsewhere, and becomes it. `more` is for subprocess.
     """
 

@@ -1,6 +1,6 @@
 """Front ends that break every rule at random, while a verified load runs on another export of the same worker.
 
-Attackers (tests/lib/neighbour_attack.py) connect to two disks and two network cards of a switch, for 20 s
+Attackers (tests/lib/neighbour_attack.py) connect to two disks and two network devices of a switch, for 20 s
 (`--seconds`) with each seed. The load loses no request, reads no wrong byte, and has no request that takes
 more than a second, besides the time that this machine itself stands still. After the attackers have ended,
 the daemon has as many descriptors, mappings and threads as before, and no more memory. It serves sane front
@@ -24,8 +24,8 @@ import pytest
 import rig as r
 from stalls import Stalls
 
-# Attacked exports, by name: of disks, and of a switch's cards.
-DISKS, CARDS = ("a0", "a1"), ("c0", "c1")
+# Attacked exports, by name: of disks, and of a switch's NICs.
+DISKS, NICS = ("a0", "a1"), ("c0", "c1")
 ATTACKERS = 4
 WARM_UP_S = 5
 SECONDS = 20.0
@@ -48,7 +48,7 @@ class Neighbour:
         self.chance = random.SystemRandom().randrange(1000, 2**31)
         # Set by the warm-up.
         self.before = None
-        self.sockets = {name: rig.dir / f"{name}.sock" for name in ("vm0", *DISKS, *CARDS)}
+        self.sockets = {name: rig.dir / f"{name}.sock" for name in ("vm0", *DISKS, *NICS)}
         thin = memory / "a1.img"
         r.run([r.binary("vshunt"), "image", "create", "-q", "-f", "qcow2", thin, "16M"])
         argv = [
@@ -59,7 +59,7 @@ class Neighbour:
         ]
         for name in DISKS:
             argv += ["--export", f"type=vhost-user-blk,name={name},disk={name},queues=2,socket={self.sockets[name]}"]
-        for name in CARDS:
+        for name in NICS:
             argv += ["--export", f"type=vhost-user-net,name={name},net=s0,queues=2,socket={self.sockets[name]}"]
         self.daemon = r.Daemon(rig, *argv)
         workers = {q["worker"] for q in self.daemon.status()["queues"]}
@@ -126,7 +126,7 @@ class Neighbour:
 
     def attack(self, name, seed, seconds):
         """Attackers for so long; the sum of what they did."""
-        paths = [str(self.sockets[disk]) for disk in DISKS] + [f"net:{self.sockets[card]}" for card in CARDS]
+        paths = [str(self.sockets[disk]) for disk in DISKS] + [f"net:{self.sockets[nic]}" for nic in NICS]
         script = r.ROOT / "tests/lib/neighbour_attack.py"
         children = [r.Child(self.rig, f"{name}-{k}", [sys.executable, "-B", script, f"{seed}/{k}", seconds, *paths]) for k in range(ATTACKERS)]
         end = time.monotonic() + seconds + r.WAIT_S
@@ -181,7 +181,7 @@ class Neighbour:
 
     def attacked(self, seed):
         """The attack itself, and what is left of it."""
-        served = {name: self.requests(name) for name in ("vm0", *DISKS, *CARDS)}
+        served = {name: self.requests(name) for name in ("vm0", *DISKS, *NICS)}
         done = self.attack(f"attack-{seed}", seed, self.seconds)
         self.rig.say(" ".join(f"{what}={count}" for what, count in sorted(done.items())))
         self.gone()
@@ -204,16 +204,16 @@ class Neighbour:
                 r.require(front.ram[p.DATA + 8192] == 0, f"a read of {name} ended with status {front.ram[p.DATA + 8192]}")
 
     def cards_serve(self):
-        """A frame passes from each attacked card to the other."""
-        cards = [c.Card(self.sockets[name]) for name in CARDS]
-        with cards[0], cards[1]:
-            for card in cards:
-                card.fill(8, 2048)
-            for number, (card, other) in enumerate((cards, cards[::-1])):
+        """A frame passes from each attacked NIC to the other."""
+        nics = [c.Nic(self.sockets[name]) for name in NICS]
+        with nics[0], nics[1]:
+            for nic in nics:
+                nic.fill(8, 2048)
+            for number, (nic, other) in enumerate((nics, nics[::-1])):
                 sent = f.frame(number, 500, b"\xff" * 6, bytes((0x52, 0x54, 0, 0, 1, number)))
-                card.transmit(sent)
+                nic.transmit(sent)
                 got = other.take(wait_s=r.WAIT_S)
-                r.require(got is not None and got[1] == sent, f"the frame from {CARDS[number]} does not come: {got}")
+                r.require(got is not None and got[1] == sent, f"the frame from {NICS[number]} does not come: {got}")
 
     def unharmed(self):
         """The load: nothing lost, nothing wrong, nothing late."""
@@ -256,7 +256,7 @@ def test_the_attacked_disks_serve_a_sane_front_end(neighbour):
     neighbour.disks_serve()
 
 
-def test_the_attacked_cards_serve_sane_front_ends(neighbour):
+def test_the_attacked_nics_serve_sane_front_ends(neighbour):
     neighbour.cards_serve()
 
 

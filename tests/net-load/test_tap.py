@@ -22,7 +22,7 @@ SIZES = {"offloads": "60-60000"}
 
 
 class Network:
-    """A daemon with a card on a tap."""
+    """A daemon with a NIC on a tap."""
 
     def __init__(self, rig, name):
         self.rig, self.name = rig, name

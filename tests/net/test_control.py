@@ -29,9 +29,9 @@ def offloads_set(bits):
     return b"\x05\0", struct.pack("<Q", bits)
 
 
-def obeys(card, said, want=OK):
+def obeys(nic, said, want=OK):
     """A command is answered so."""
-    got = card.command(*said)
+    got = nic.command(*said)
     r.require(got == (want, 1), f"{said} is answered by {got}, not by {want}")
 
 
@@ -105,11 +105,11 @@ def test_one_pair_is_active_at_first(rig):
     with n.Net(rig, "control", pairs=2) as daemon:
         host = f.Host("vs0")
 
-        def spread(card):
+        def spread(nic):
             """On which pairs frames of several flows come."""
             on = set()
             for pair in range(2):
-                card.fill(100 - len(card.rings[2 * pair].chains), 2048, pair=pair)
+                nic.fill(100 - len(nic.rings[2 * pair].chains), 2048, pair=pair)
             for port in range(40):
                 source = bytes([2, 0, 0, 0, 1, port])
                 ip = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 48, 0, 0, 64, 17, 0, bytes([10, 9, 0, 2]), bytes([10, 9, 0, 1 + port]))
@@ -117,7 +117,7 @@ def test_one_pair_is_active_at_first(rig):
                 host.send(f.GUEST_MAC + source + b"\x08\0" + ip + struct.pack(">HHHH", 4000 + port, 9, 28, 0) + bytes(20))
                 want = time.monotonic() + r.WAIT_S
                 while time.monotonic() < want:
-                    got = [(pair, frame) for pair in range(2) if (frame := card.take(pair, 0))]
+                    got = [(pair, frame) for pair in range(2) if (frame := nic.take(pair, 0))]
                     on.update(pair for pair, frame in got if frame[1][6:12] == source)
                     if any(frame[1][6:12] == source for _, frame in got):
                         break
@@ -125,22 +125,22 @@ def test_one_pair_is_active_at_first(rig):
                     raise r.Failed(f"a frame from {source.hex()} does not come")
             return on
 
-        with c.Card(daemon.socket, CONTROL, pairs=2) as card:
-            r.require(spread(card) == {0}, "frames come on the second pair before it is used")
-            obeys(card, pairs_set(2))
-            r.require(spread(card) == {0, 1}, "no frame comes on the second pair")
-            obeys(card, pairs_set(1))
+        with c.Nic(daemon.socket, CONTROL, pairs=2) as nic:
+            r.require(spread(nic) == {0}, "frames come on the second pair before it is used")
+            obeys(nic, pairs_set(2))
+            r.require(spread(nic) == {0, 1}, "no frame comes on the second pair")
+            obeys(nic, pairs_set(1))
             # As when a virtual machine is suspended.
-            for ring in card.rings:
-                base = card.request(c.p.GET_VRING_BASE, struct.pack("<II", ring.index, 0))
-                card.order(c.p.SET_VRING_BASE, base)
-            for ring in card.rings:
-                card.order(c.p.SET_VRING_KICK, struct.pack("<Q", ring.index), [ring.kick])
-            r.require(spread(card) == {0}, "frames come on the second pair again")
-            obeys(card, pairs_set(2))
+            for ring in nic.rings:
+                base = nic.request(c.p.GET_VRING_BASE, struct.pack("<II", ring.index, 0))
+                nic.order(c.p.SET_VRING_BASE, base)
+            for ring in nic.rings:
+                nic.order(c.p.SET_VRING_KICK, struct.pack("<Q", ring.index), [ring.kick])
+            r.require(spread(nic) == {0}, "frames come on the second pair again")
+            obeys(nic, pairs_set(2))
         # One that has the control queue itself.
-        with c.Card(daemon.socket, c.MRG_RXBUF | c.MQ, pairs=2) as card:
-            r.require(spread(card) == {0, 1}, "no frame comes on the second pair")
+        with c.Nic(daemon.socket, c.MRG_RXBUF | c.MQ, pairs=2) as nic:
+            r.require(spread(nic) == {0, 1}, "no frame comes on the second pair")
             r.require(daemon.control_queue()["state"] == "stopped", f"{daemon.control_queue()}")
         host.close()
         daemon.end()
@@ -152,78 +152,78 @@ def test_wrong_commands(rig):
         host = f.Host("vs0")
         far = c.MEMORY + (1 << 30)
 
-        def passes(card):
-            card.fill(4, 2048)
-            card.transmit(f.frame(1, 600, f.HOST_MAC, f.GUEST_MAC), pair=1)
+        def passes(nic):
+            nic.fill(4, 2048)
+            nic.transmit(f.frame(1, 600, f.HOST_MAC, f.GUEST_MAC), pair=1)
             r.require(host.receive() is not None, "a frame from the guest does not come")
             host.send(f.frame(2, 600))
-            got = f.received(card)
+            got = f.received(nic)
             r.require(got is not None, "a frame to the guest does not come")
             f.check(got[1], 2, 600)
 
-        def broken(card, segs):
-            ring = card.rings[-1]
+        def broken(nic, segs):
+            ring = nic.rings[-1]
             ring.add(segs)
             ring.publish()
-            r.require(ring.broken(), f"{segs}: the front-end is not told of an error")
+            r.require(ring.broken(), f"{segs}: the front end is not told of an error")
             r.wait_for("the state is told", lambda: daemon.control_queue()["state"] == "broken")
             states = [q["state"] for q in daemon.queues().values()]
             r.require(states == ["running"] * 2, f"{states}")
-            passes(card)
+            passes(nic)
 
         bad = [pairs_set(0), pairs_set(3), pairs_set(0xFFFF), offloads_set(c.GUEST_TSO4), offloads_set(1 << 63)]
         # No commands, others, too short, too long.
         bad += [[b"\x04"], [b"\x04\0", b"\x01"], [b"\x04\0", b"\x01\0\0"], [b"\x05\0", bytes(7)], [b"\x05\0", bytes(900)]]
         bad += [[b"\0\0", b"\x01"], [b"\x01\x01", bytes(6)], [b"\x04\x01", bytes(40)], [b"\xff\xff"], []]
-        with c.Card(daemon.socket, CONTROL, pairs=2) as card:
+        with c.Nic(daemon.socket, CONTROL, pairs=2) as nic:
             for said in bad:
-                obeys(card, said, ERR)
-            ring = card.rings[-1]
+                obeys(nic, said, ERR)
+            ring = nic.rings[-1]
             for segs in (
                 [(far, 2, 0), (ring.room(1), 1, c.WRITE)],
                 [(ring.room(2), 2, 0), (far, 2, 0), (ring.room(1), 1, c.WRITE)],
             ):
-                card.ram[segs[-1][0]] = 0xEE
+                nic.ram[segs[-1][0]] = 0xEE
                 ring.add(segs)
                 ring.publish()
-                r.require(ring.pop(r.WAIT_S) is not None and card.ram[segs[-1][0]] == ERR, f"{segs} is not refused")
+                r.require(ring.pop(r.WAIT_S) is not None and nic.ram[segs[-1][0]] == ERR, f"{segs} is not refused")
             # In as many pieces as there are bytes, with an answer of many bytes; and two that mean nothing here.
-            got = card.command(*(bytes([b]) for b in b"\x04\0\x02\0"), answer=64)
+            got = nic.command(*(bytes([b]) for b in b"\x04\0\x02\0"), answer=64)
             r.require(got == (OK, 1), f"{got}")
-            obeys(card, pairs_set(1))
-            obeys(card, [b"\x03\0"])
-            obeys(card, offloads_set(0))
+            obeys(nic, pairs_set(1))
+            obeys(nic, [b"\x03\0"])
+            obeys(nic, offloads_set(0))
             control = daemon.control_queue()
             r.require((control["requests"], control["errors"]) == (len(bad) + 6, len(bad) + 2), f"{control}")
-            passes(card)
-            broken(card, [(ring.room(4), 4, 0)])
+            passes(nic)
+            broken(nic, [(ring.room(4), 4, 0)])
         for segs in ([(0, 4, 0), (far, 1, c.WRITE)], [(0, 4, 0), (100, 0, c.WRITE)]):
-            with c.Card(daemon.socket, CONTROL, pairs=2) as card:
-                broken(card, segs)
+            with c.Nic(daemon.socket, CONTROL, pairs=2) as nic:
+                broken(nic, segs)
         # Without MQ the third ring is the control queue, and there are no pairs to be set.
-        with c.Card(daemon.socket, CONTROL & ~c.MQ, pairs=1) as card:
-            obeys(card, pairs_set(1), ERR)
-            obeys(card, offloads_set(0))
+        with c.Nic(daemon.socket, CONTROL & ~c.MQ, pairs=1) as nic:
+            obeys(nic, pairs_set(1), ERR)
+            obeys(nic, offloads_set(0))
             r.require(daemon.control_queue()["state"] == "running", f"{daemon.control_queue()}")
-            card.fill(4, 2048)
+            nic.fill(4, 2048)
             host.send(f.frame(3, 600))
-            r.require(f.received(card) is not None, "a frame to the guest does not come")
+            r.require(f.received(nic) is not None, "a frame to the guest does not come")
         # A ring that this guest has not.
-        with c.Card(daemon.socket, c.MRG_RXBUF | c.MQ, pairs=2) as card:
-            extra = c.Ring(card, 2 * 2, 16)
+        with c.Nic(daemon.socket, c.MRG_RXBUF | c.MQ, pairs=2) as nic:
+            extra = c.Ring(nic, 2 * 2, 16)
             extra.begin()
             r.require(extra.broken(), "a control queue starts that was not agreed on")
         host.close()
         daemon.end()
 
 
-def frames(card, kind, send, data):
+def frames(nic, kind, send, data):
     """Those in which a super frame comes."""
-    card.fill(120 - len(card.rings[0].chains), 2048)
+    nic.fill(120 - len(nic.rings[0].chains), 2048)
     send()
     got, come = 0, []
     while got < len(data):
-        taken = card.take()
+        taken = nic.take()
         r.require(taken is not None, f"{kind.name}: {got} of {len(data)} bytes come")
         if taken[1][12:14] == b"\x08\0":
             come.append(taken[1])
@@ -231,13 +231,13 @@ def frames(card, kind, send, data):
     return come
 
 
-def switches_offloads(card, kind, send, frame, data):
+def switches_offloads(nic, kind, send, frame, data):
     """A super frame comes whole, and cut while the guest does not take it."""
-    card.fill(100, 2048)
+    nic.fill(100, 2048)
     for bits, whole in ((None, True), (0, False), (c.GUEST_CSUM | kind.guest, True), (c.GUEST_CSUM, False)):
         if bits is not None:
-            obeys(card, offloads_set(bits))
-        come = frames(card, kind, send, data)
+            obeys(nic, offloads_set(bits))
+        come = frames(nic, kind, send, data)
         if whole:
             r.require(come == [frame], f"offloads {bits}: {len(come)} frames come, not the one that was sent")
         else:
@@ -252,8 +252,8 @@ def test_offloads_of_a_tap_are_switched(rig):
         host = f.Host("vs0")
         host.socket.setsockopt(o.SOL_PACKET, o.PACKET_VNET_HDR, 1)
         frame = kind.frame(f.GUEST_MAC, f.HOST_MAC, data)
-        with c.Card(daemon.socket, CONTROL & ~c.MQ | c.GUEST_CSUM | kind.guest) as card:
-            switches_offloads(card, kind, lambda: host.send(kind.header()[:10] + frame), frame, data)
+        with c.Nic(daemon.socket, CONTROL & ~c.MQ | c.GUEST_CSUM | kind.guest) as nic:
+            switches_offloads(nic, kind, lambda: host.send(kind.header()[:10] + frame), frame, data)
         host.close()
         daemon.end()
 
@@ -261,8 +261,8 @@ def test_offloads_of_a_tap_are_switched(rig):
 def test_offloads_on_a_switch_are_switched(rig):
     kind, data = o.KINDS[0], o.payload(5 * o.MSS)
     two = n.Two(rig, "control-switch")
-    a = c.Card(two.sockets[0], c.MRG_RXBUF | c.CSUM | kind.host)
-    b = c.Card(two.sockets[1], CONTROL & ~c.MQ | c.GUEST_CSUM | kind.guest)
+    a = c.Nic(two.sockets[0], c.MRG_RXBUF | c.CSUM | kind.host)
+    b = c.Nic(two.sockets[1], CONTROL & ~c.MQ | c.GUEST_CSUM | kind.guest)
     with a, b:
         frame = kind.frame(n.B_MAC, n.A_MAC, data)
         switches_offloads(b, kind, lambda: a.transmit(frame, kind.header()), frame, data)
@@ -273,21 +273,21 @@ def test_a_frame_that_waits_for_a_pair_that_is_put_out_of_use(rig):
     """It waits for buffers, and does not come on that pair any more."""
     with n.Net(rig, "aside", pairs=2) as daemon:
         host = f.Host("vs0")
-        with c.Card(daemon.socket, CONTROL, pairs=2) as card:
-            obeys(card, pairs_set(2))
-            card.fill(100, 2048, pair=0)
+        with c.Nic(daemon.socket, CONTROL, pairs=2) as nic:
+            obeys(nic, pairs_set(2))
+            nic.fill(100, 2048, pair=0)
             # Too small for a frame by itself.
-            card.fill(1, 600, pair=1)
+            nic.fill(1, 600, pair=1)
             for port in range(40):
                 ip = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 1028, 0, 0, 64, 17, 0, bytes([10, 9, 0, 2]), bytes([10, 9, 0, 1 + port]))
                 ip = ip[:10] + struct.pack(">H", f.checksum(ip)) + ip[12:]
                 udp = struct.pack(">HHHH", 4000 + port, 9, 1008, 0) + bytes(1000)
                 host.send(f.GUEST_MAC + bytes([2, 0, 0, 0, 1, port]) + b"\x08\0" + ip + udp)
-            while card.take(0, 0.3):
+            while nic.take(0, 0.3):
                 pass
-            obeys(card, pairs_set(1))
-            card.fill(20, 2048, pair=1)
-            r.require(card.take(1, 0.5) is None, "a frame comes by a pair that is out of use")
+            obeys(nic, pairs_set(1))
+            nic.fill(20, 2048, pair=1)
+            r.require(nic.take(1, 0.5) is None, "a frame comes by a pair that is out of use")
             r.require(daemon.drops().get("no-buffers", 0) > 0, f"{daemon.drops()}")
         host.close()
 
@@ -296,7 +296,7 @@ def test_a_broken_pair_that_is_put_out_of_use_and_back(rig):
     """A pair of a switch whose receive ring is broken stays broken, and keeps no worker busy."""
     daemon, sockets = n.joined(rig, "again")
     try:
-        with c.Card(sockets[0], c.MRG_RXBUF) as a, c.Card(sockets[1], CONTROL, pairs=2) as b:
+        with c.Nic(sockets[0], c.MRG_RXBUF) as a, c.Nic(sockets[1], CONTROL, pairs=2) as b:
             obeys(b, pairs_set(2))
             # Where it is, and that its flow comes in by pair 1.
             b.transmit(f.frame(1, 64, f.HOST_MAC, f.GUEST_MAC), pair=1)

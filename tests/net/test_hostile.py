@@ -20,37 +20,37 @@ class Hostile:
         self.daemon = n.Net(rig, "hostile", pairs=2)
         self.number = 0
 
-    def card(self, features=c.MRG_RXBUF | c.MQ | c.CSUM | c.HOST_TSO4):
-        card = c.Card(self.daemon.socket, features, pairs=2)
-        return card, f.Host("vs0")
+    def nic(self, features=c.MRG_RXBUF | c.MQ | c.CSUM | c.HOST_TSO4):
+        nic = c.Nic(self.daemon.socket, features, pairs=2)
+        return nic, f.Host("vs0")
 
-    def passes(self, card, host, pair):
+    def passes(self, nic, host, pair):
         """A frame from the guest on this pair comes."""
         self.number += 1
-        card.transmit(f.frame(self.number, FRAME, f.HOST_MAC, f.GUEST_MAC), pair=pair)
+        nic.transmit(f.frame(self.number, FRAME, f.HOST_MAC, f.GUEST_MAC), pair=pair)
         got = host.receive()
         r.require(got is not None, f"a frame on pair {pair} does not come")
         f.check(got, self.number, FRAME, f.HOST_MAC, f.GUEST_MAC)
 
     def dropped(self, why, attack, count=1):
-        """What `attack(card)` sends on pair 0 is dropped for this reason, and both pairs continue."""
-        card, host = self.card()
-        with card:
+        """What `attack(nic)` sends on pair 0 is dropped for this reason, and both pairs continue."""
+        nic, host = self.nic()
+        with nic:
             before = self.daemon.counters()[0]["drops"][why]
-            attack(card)
+            attack(nic)
             after = self.daemon.counters()[0]["drops"][why]
             r.require(after - before == count, f"{after - before} dropped as {why}, not {count}: {self.daemon.drops()}")
             for pair in (0, 1):
-                self.passes(card, host, pair)
+                self.passes(nic, host, pair)
         host.close()
 
     def broken(self, ring, attack, *words):
-        """`attack(card)` breaks this ring, and the log has the reason. Pair 1 continues, and the next guest is served."""
-        card, host = self.card()
-        with card:
+        """`attack(nic)` breaks this ring, and the log has the reason. Pair 1 continues, and the next guest is served."""
+        nic, host = self.nic()
+        with nic:
             seen = len(self.daemon.child.output())
-            attack(card)
-            r.require(card.rings[ring].broken(), "the front-end is not told of an error")
+            attack(nic)
+            r.require(nic.rings[ring].broken(), "the front end is not told of an error")
 
             def told():
                 said = self.daemon.child.output()[seen:]
@@ -59,20 +59,20 @@ class Hostile:
             r.wait_for(f"the log says {words}", told, timeout_s=20)
             states = {index: q["state"] for index, q in self.daemon.queues().items()}
             r.require(states == {0: "broken", 1: "running"}, f"{states}")
-            self.passes(card, host, 1)
+            self.passes(nic, host, 1)
         host.close()
-        card, host = self.card()
-        with card:
+        nic, host = self.nic()
+        with nic:
             for pair in (0, 1):
-                self.passes(card, host, pair)
+                self.passes(nic, host, pair)
         host.close()
 
 
 def chain(segs):
     """An attack: a chain of such (address, bytes, flags) on pair 0's transmit ring, which comes back."""
 
-    def attack(card):
-        ring = card.rings[1]
+    def attack(nic):
+        ring = nic.rings[1]
         at = ring.room(200_000)
         ring.add([(at + a if a < c.MEMORY else a, length, flags) for a, length, flags in segs])
         ring.publish()
@@ -83,14 +83,14 @@ def chain(segs):
 
 def garbage(head, length=FRAME):
     """An attack: a frame behind this header."""
-    return lambda card: card.transmit(f.frame(1, length, f.HOST_MAC, f.GUEST_MAC), header=head)
+    return lambda nic: nic.transmit(f.frame(1, length, f.HOST_MAC, f.GUEST_MAC), header=head)
 
 
 def looped(number):
     """An attack: a chain whose end leads to its beginning."""
 
-    def attack(card):
-        ring = card.rings[number]
+    def attack(nic):
+        ring = nic.rings[number]
         flags = c.WRITE if number % 2 == 0 else 0
         ring.add([(ring.room(100), 100, flags), (ring.room(100), 100, flags)], last=c.NEXT)
         ring.publish()
@@ -99,14 +99,14 @@ def looped(number):
     return attack
 
 
-def head_outside(card):
-    ring = card.rings[1]
+def head_outside(nic):
+    ring = nic.rings[1]
     ring.make_available(ring.size + 5)
     ring.publish()
 
 
-def too_many(card):
-    ring = card.rings[1]
+def too_many(nic):
+    ring = nic.rings[1]
     ring.offered += ring.size + 1
     ring.publish()
 
@@ -114,8 +114,8 @@ def too_many(card):
 def receive_buffer(address, length, flags):
     """An attack: such a receive buffer on pair 0."""
 
-    def attack(card):
-        ring = card.rings[0]
+    def attack(nic):
+        ring = nic.rings[0]
         ring.add([(ring.room(4096) if address is None else address, length, flags)])
         ring.publish()
 
@@ -187,9 +187,9 @@ def test_frames_while_the_interface_is_down(hostile):
     """They are dropped and counted."""
     n.ip("link", "set", "vs0", "down")
     try:
-        card, _ = hostile.card()
-        with card:
-            card.transmit(f.frame(1, FRAME, f.HOST_MAC, f.GUEST_MAC))
+        nic, _ = hostile.nic()
+        with nic:
+            nic.transmit(f.frame(1, FRAME, f.HOST_MAC, f.GUEST_MAC))
             drops = hostile.daemon.counters()[0]["drops"]
             r.require(drops["down"] == 1, f"{drops}")
     finally:
@@ -199,14 +199,14 @@ def test_frames_while_the_interface_is_down(hostile):
 
 def test_descriptors_marked_as_writable_are_read(hostile):
     """DPDK's virtio-user marks the header as writable for the device. On a transmit ring the flag has no meaning."""
-    card, host = hostile.card()
-    with card:
+    nic, host = hostile.nic()
+    with nic:
         for first, second in ((c.WRITE, 0), (0, c.WRITE), (c.WRITE, c.WRITE)):
             hostile.number += 1
             data = bytes(c.HEADER) + f.frame(hostile.number, FRAME, f.HOST_MAC, f.GUEST_MAC)
-            ring = card.rings[1]
+            ring = nic.rings[1]
             at = ring.room(len(data))
-            card.ram[at : at + len(data)] = data
+            nic.ram[at : at + len(data)] = data
             ring.add([(at, c.HEADER, first), (at + c.HEADER, FRAME, second)])
             ring.publish()
             got = host.receive()
@@ -218,13 +218,13 @@ def test_descriptors_marked_as_writable_are_read(hostile):
 
 def test_frames_that_wait_when_their_pair_is_switched_off_are_counted(hostile):
     """They wait in the queue of the tap, as the guest has no receive buffers."""
-    card, host = hostile.card()
-    with card:
+    nic, host = hostile.nic()
+    with nic:
         before = hostile.daemon.drops().get("detached", 0)
         for number in range(WAITING):
             host.send(f.frame(number, FRAME, f.GUEST_MAC, f.HOST_MAC))
         for ring in range(4):
-            answer = card.order(p.SET_VRING_ENABLE, struct.pack("<II", ring, 0))
+            answer = nic.order(p.SET_VRING_ENABLE, struct.pack("<II", ring, 0))
             r.require(answer == p.ACCEPTED, f"ring {ring}: {answer}")
         counted = hostile.daemon.drops().get("detached", 0) - before
         # The host may have had something to say by itself.

@@ -10,27 +10,27 @@ from net_ports import ALL, A, B, C, D, Net, Tagged, got, mac_of, tag, text
 PROBES = bytes.fromhex("037673686c70")
 
 
-def settled(net, host, card):
+def settled(net, host, nic):
     """What the host sent before is through."""
     frame = f.frame(net.mark(), 200, A, C)
     host.send(tag(frame, 5))
-    r.require(got(card, "the host's frame") == frame, "another frame came")
+    r.require(got(nic, "the host's frame") == frame, "another frame came")
 
 
 def test_uplink_with_vlans(rig):
     """An uplink is a port like others: VLANs, isolation, lengths. The host's address belongs to the host."""
     with Net(rig, "uplink", "vlan=5,isolated=on", "vlan=6,isolated=on", "vlan=5,mtu=9000", uplinks=["trunk=5,vlan=6,mtu=1500"]) as net:
-        a, b, large = net.all_cards()
+        a, b, large = net.all_nics()
         host = Tagged("vs0")
-        for card, mac, form in ((a, A, lambda x: tag(x, 5)), (b, B, lambda x: x)):
+        for nic, mac, form in ((a, A, lambda x: tag(x, 5)), (b, B, lambda x: x)):
             for length in (60, 1514):
                 frame = f.frame(1, length, ALL, mac)
-                card.transmit(frame)
+                nic.transmit(frame)
                 seen = host.next(mac)
                 r.require(seen == form(frame), f"{length} bytes from {text(mac)}: {seen[:30].hex()}")
             back = f.frame(2, 200, mac, C)
             host.send(form(back))
-            r.require(got(card, "the host's frame") == back, "another frame came")
+            r.require(got(nic, "the host's frame") == back, "another frame came")
         got(large, "VLAN 5's first frame")
         net.refused("vlan", 1, "u0", lambda: (host.send(tag(f.frame(3, 200, ALL, C), 7)), settled(net, host, a)))
         net.refused("reserved", 1, "u0", lambda: (host.send(f.frame(3, 200, bytes.fromhex("0180c2000000"), C)), settled(net, host, a)))
@@ -54,13 +54,13 @@ def test_two_uplinks_that_make_a_loop(rig):
             n.ip("link", "set", "br0", "up")
             r.wait_for("a blocked uplink", lambda: net.port("u1")["state"] == "blocked")
             r.wait_for("a word of it", lambda: "makes a loop" in net.child.output())
-            card, host = net.card(0), f.Host("br0")
-            card.transmit(f.frame(1, 200, ALL, A))
+            nic, host = net.nic(0), f.Host("br0")
+            nic.transmit(f.frame(1, 200, ALL, A))
             r.require(host.receive(A) is not None, "the guest's frame does not come by the other uplink")
             # Nothing goes round: a frame to all comes out once.
             r.require(host.receive(A, wait_s=0.5) is None, "the frame comes again")
             host.send(f.frame(2, 200, A, C))
-            r.require(got(card, "the host's frame") == f.frame(2, 200, A, C), "another frame came")
+            r.require(got(nic, "the host's frame") == f.frame(2, 200, A, C), "another frame came")
             ports = net.port("u0"), net.port("u1")
             r.require((ports[0]["state"], ports[0]["loops"], ports[1]["loops"]) == ("forwarding", 0, 1), f"{ports}")
             r.require("blocked" in net.cli("status").stdout, net.cli("status").stdout)
@@ -114,28 +114,28 @@ def test_the_host_while_two_uplinks_make_a_loop(rig):
             for k in range(2):
                 n.ip("link", "set", f"vx{k}", "master", f"br{k}", "up")
             r.wait_for("a blocked uplink", lambda: net.port("u1")["state"] == "blocked")
-            card, hosts = net.card(0), [f.Host(f"br{k}") for k in range(2)]
+            nic, hosts = net.nic(0), [f.Host(f"br{k}") for k in range(2)]
             # A tap's own address is its bridge's, too. Those of br1 are behind the uplink that is blocked.
             addresses = [(k, mac_of(f"{name}{k}")) for k in range(2) for name in ("br", "vs")]
             for number, (k, address) in enumerate(addresses):
                 # The host begins: frames that went round before the loop was found have told its bridges wrong places.
                 frame = f.frame(10 + number, 200, ALL if number == 0 else A, address)
                 hosts[k].send(frame)
-                r.require(got(card, f"the host's frame from {text(address)}") == frame, "another frame came")
+                r.require(got(nic, f"the host's frame from {text(address)}") == frame, "another frame came")
                 frame = f.frame(number, 200, address, A)
-                card.transmit(frame)
+                nic.transmit(frame)
                 r.require(hosts[k].receive(A) == frame, f"the guest's frame to {text(address)} does not come")
-                net.refused("foreign-source", 1, "c0", lambda source=address: card.transmit(f.frame(9, 200, ALL, source)))
+                net.refused("foreign-source", 1, "c0", lambda source=address: nic.transmit(f.frame(9, 200, ALL, source)))
             # To all: once to the guest, and what comes to the blocked uplink is counted.
             for k in range(2):
                 before = net.drops("u1").get("loop", 0)
                 frame = f.frame(net.mark(), 200, ALL, addresses[2 * k][1])
                 hosts[k].send(frame)
-                r.require(got(card, "the host's frame to all") == frame, "it comes twice, or another one comes")
+                r.require(got(nic, "the host's frame to all") == frame, "it comes twice, or another one comes")
                 r.wait_for("a count of it", lambda b=before: net.drops("u1").get("loop", 0) > b)
             frame = f.frame(net.mark(), 200, A, addresses[0][1])
             hosts[0].send(frame)
-            r.require(got(card, "the host's next frame") == frame, "a frame to all came twice")
+            r.require(got(nic, "the host's next frame") == frame, "a frame to all came twice")
             r.require(net.port("u1")["state"] == "blocked", "the loop is not there any more")
             for each in hosts:
                 each.close()

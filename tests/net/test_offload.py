@@ -75,13 +75,13 @@ def test_from_the_guest(daemon, bridge, kind):
     """They are cut and summed behind the daemon."""
     uso(daemon, kind)
     host = f.Host("ve1")
-    with c.Card(daemon.socket, c.MRG_RXBUF | c.CSUM | kind.host) as card:
+    with c.Nic(daemon.socket, c.MRG_RXBUF | c.CSUM | kind.host) as nic:
         before = daemon.drops()
         for size in o.SIZES:
             data = o.payload(size)
             frame = kind.frame(f.HOST_MAC, f.GUEST_MAC, data)
             # What fits into one piece is only to be summed.
-            card.transmit(frame, kind.header(o.MSS if size > o.MSS else 0), cuts=(5, 40))
+            nic.transmit(frame, kind.header(o.MSS if size > o.MSS else 0), cuts=(5, 40))
             kind.check(pieces(host, f.GUEST_MAC, kind, size), data)
         r.require(daemon.drops() == before, f"{daemon.drops()}, before {before}")
     host.close()
@@ -94,8 +94,8 @@ def test_to_the_guest(daemon, kind, takes):
     host = f.Host("vs0")
     host.socket.setsockopt(o.SOL_PACKET, o.PACKET_VNET_HDR, 1)
     features = c.MRG_RXBUF | (c.GUEST_CSUM | kind.guest if takes else 0)
-    with c.Card(daemon.socket, features) as card:
-        card.fill(120, 2048)
+    with c.Nic(daemon.socket, features) as nic:
+        nic.fill(120, 2048)
         for size in o.SIZES:
             data = o.payload(size)
             frame = kind.frame(f.GUEST_MAC, f.HOST_MAC, data)
@@ -103,7 +103,7 @@ def test_to_the_guest(daemon, kind, takes):
             host.send(head[:10] + frame)
             frames, got = [], 0
             while got < size:
-                taken = card.take()
+                taken = nic.take()
                 r.require(taken is not None, f"{kind.name}: {got} of {size} bytes come")
                 if taken[1][6:12] != f.HOST_MAC:
                     continue  # The bridge's own.
@@ -119,5 +119,5 @@ def test_to_the_guest(daemon, kind, takes):
             else:
                 r.require(seen[:2] == b"\0\0", f"{kind.name}, {size} bytes: a header {seen.hex()}")
                 kind.check(frames, data)
-            card.fill(120 - len(card.rings[0].chains), 2048)
+            nic.fill(120 - len(nic.rings[0].chains), 2048)
     host.close()

@@ -22,7 +22,7 @@ MACS = ("52:54:00:12:34:60", "52:54:00:12:34:61")
 
 SERVER = f"""
 own={ADDRESSES[0]}
-{v.CARD}
+{v.NIC}
 iperf3 -s >/dev/null 2>&1 &
 say up
 read -r word </dev/ttyS1
@@ -30,7 +30,7 @@ read -r word </dev/ttyS1
 
 CLIENT = f"""
 own={ADDRESSES[1]} server={ADDRESSES[0]}
-{v.CARD}{v.ROUNDS}
+{v.NIC}{v.ROUNDS}
 say up
 read -r word </dev/ttyS1
 ping -c 3 -W 20 $server && ping -c 3 -W 20 -s 9000 $server && say pinged
@@ -40,7 +40,7 @@ rounds : kill
 
 
 def queues(switch):
-    """The pairs of both guests' cards, by name."""
+    """The pairs of both guests' NICs, by name."""
     pairs = (q for q in switch.daemon.status()["queues"] if "net" in q)
     return {f"{q['export']}:{q['index']}": q for q in pairs}
 

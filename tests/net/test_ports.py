@@ -1,6 +1,6 @@
 """Ports of a switch that do not trust each other: the addresses that leave them, VLANs, lengths, and frames that change while they wait.
 
-Cards are in Python (net_peer), so that a test chooses each byte. That a frame does not come is seen by the next one that does:
+NICs are in Python (net_peer), so that a test chooses each byte. That a frame does not come is seen by the next one that does:
 frames of one sender keep their order.
 """
 
@@ -19,7 +19,7 @@ from net_ports import ALL, EVIL, A, B, C, D, Net, got, got_tagged, nothing, pass
 def test_only_its_own_address_leaves_an_export(rig):
     """No port takes over the address of another one."""
     with Net(rig, "sources", f"mac={text(A)}", "", f"mac={text(C)},mac-filter=off") as net:
-        a, b, cc = net.all_cards()
+        a, b, cc = net.all_nics()
         # It is known before its guest has said a word, and only there.
         passes(b, B, a, A)
         nothing(net, b, B, a, cc)
@@ -41,7 +41,7 @@ def test_only_its_own_address_leaves_an_export(rig):
 def test_a_guest_with_many_addresses(rig):
     """It pushes out addresses of its own only."""
     with Net(rig, "stations", "", "mac-limit=4", "") as net:
-        a, b, cc = net.all_cards()
+        a, b, cc = net.all_nics()
         cc.transmit(f.frame(1, 100, C, C))
         a.transmit(f.frame(1, 100, A, A))
         for k in range(300):
@@ -58,7 +58,7 @@ def test_a_guest_with_many_addresses(rig):
 def test_frames_for_bridges_and_with_bad_senders(rig):
     """They do not pass. An option lets those for bridges pass."""
     with Net(rig, "reserved", "", "", "reserved=on", "reserved=on") as net:
-        a, b, cc, d = net.all_cards()
+        a, b, cc, d = net.all_nics()
         bridges = bytes.fromhex("0180c20000")
         net.refused("reserved", 16, "c0", lambda: [a.transmit(f.frame(1, 100, bridges + bytes([k]), A)) for k in range(16)])
         for bad in (bytes(6), ALL, bytes.fromhex("010000000001")):
@@ -69,14 +69,14 @@ def test_frames_for_bridges_and_with_bad_senders(rig):
         # One beyond is a group like any other.
         frame = f.frame(2, 100, bridges + b"\x10", C)
         cc.transmit(frame)
-        for card in (a, b, d):
-            r.require(got(card, "a group's frame") == frame, "another frame came")
+        for nic in (a, b, d):
+            r.require(got(nic, "a group's frame") == frame, "another frame came")
 
 
 def test_vlans(rig):
     """Access ports and trunks: tags added and removed, learning for each VLAN, and no port chooses the VLAN of another one."""
     with Net(rig, "vlans", "vlan=5", "vlan=5", "vlan=6", "trunk=5,,6", "") as net:
-        a, b, cc, trunk, plain = net.all_cards()
+        a, b, cc, trunk, plain = net.all_nics()
         frame = f.frame(1, 200, ALL, A)
         a.transmit(frame)
         r.require(got(b, "VLAN 5's frame") == frame, "it is changed")
@@ -111,8 +111,8 @@ def test_super_frames_with_tags_added_and_removed(rig, kind):
     """They come whole with offsets that fit, else cut with right sums."""
     with Net(rig, "tagged", "vlan=5", "trunk=5", "trunk=5", "vlan=5") as net:
         takes = c.GUEST_CSUM | kind.guest
-        access, trunk = net.card(0, c.CSUM | kind.host | takes), net.card(1, c.CSUM | kind.host | takes)
-        cutting, cutting_access = net.card(2), net.card(3)
+        access, trunk = net.nic(0, c.CSUM | kind.host | takes), net.nic(1, c.CSUM | kind.host | takes)
+        cutting, cutting_access = net.nic(2), net.nic(3)
         for size in (1, 700, 5 * o.MSS, 40_000):
             data, head = o.payload(size), kind.header(o.MSS if size > o.MSS else 0)
             flags, gso, hdr_len, gso_size, start, offset = struct.unpack("<BBHHHH", head[:10])
@@ -141,14 +141,14 @@ def untag(frame):
     return frame[:12] + frame[16:]
 
 
-def pieces(card, kind, size, more):
+def pieces(nic, kind, size, more):
     """Frames with so many bytes of payload, `more` bytes longer each than without tags."""
     frames, have = [], 0
     while have < size:
-        seen = card.take()
+        seen = nic.take()
         r.require(seen is not None, f"{kind.name}: {have} of {size} bytes come")
         r.require(seen[0][:10] == bytes(10), f"a header {seen[0].hex()} for a guest that takes none")
-        card.fill(seen[2], 2048)
+        nic.fill(seen[2], 2048)
         frames.append(seen[1])
         have += len(seen[1]) - kind.headers - more
     return frames
@@ -157,9 +157,9 @@ def pieces(card, kind, size, more):
 def test_isolated_ports(rig):
     """Isolated ports talk to others, not to each other."""
     with Net(rig, "isolated", "isolated=on", "isolated=on", "") as net:
-        a, b, up = net.all_cards()
-        for card, mac in ((a, A), (b, B)):
-            card.transmit(f.frame(1, 100, ALL, mac))
+        a, b, up = net.all_nics()
+        for nic, mac in ((a, A), (b, B)):
+            nic.transmit(f.frame(1, 100, ALL, mac))
             r.require(got(up, "a frame to the port that is not isolated") == f.frame(1, 100, ALL, mac), "another frame came")
         net.refused("isolated", 1, "c0", lambda: a.transmit(f.frame(2, 100, B, A)))
         passes(a, A, up, C)
@@ -171,8 +171,8 @@ def test_frames_longer_than_an_mtu(rig):
     """None longer than the MTU of a port passes, and no segment of a super frame."""
     tso = o.KINDS[0]
     with Net(rig, "lengths", "mtu=1500", "mtu=1500", "mtu=9000", "") as net:
-        a = net.card(0, c.CSUM | tso.host)
-        b, large, unset = net.card(1, c.GUEST_CSUM | tso.guest), net.card(2), net.card(3)
+        a = net.nic(0, c.CSUM | tso.host)
+        b, large, unset = net.nic(1, c.GUEST_CSUM | tso.guest), net.nic(2), net.nic(3)
         for length in (14, 60, 1514):
             passes(a, A, b, B, length=max(22, length))
             b.transmit(f.frame(1, 100, A, B))
@@ -198,8 +198,8 @@ def test_frames_longer_than_an_mtu(rig):
 def test_a_checksum_within_the_addresses(rig):
     """A checksum is put behind addresses and tags, or the frame is dropped."""
     with Net(rig, "sums", f"mac={text(A)}", "", "trunk=5", "trunk=5") as net:
-        a, b = net.card(0, c.CSUM), net.card(1)
-        trunk, other = net.card(2, c.CSUM), net.card(3)
+        a, b = net.nic(0, c.CSUM), net.nic(1)
+        trunk, other = net.nic(2, c.CSUM), net.nic(3)
         for start, offset in ((0, 0), (6, 0), (8, 4), (13, 0)):
             head = f.header(f.NEEDS_CSUM, csum_start=start, csum_offset=offset)
             net.refused("bad-header", 1, "c0", lambda x=head: a.transmit(f.frame(1, 200, ALL, A), x))
@@ -210,13 +210,13 @@ def test_a_checksum_within_the_addresses(rig):
         r.require(other.take(wait_s=0) is None, "a frame came")
 
 
-def later(card, data):
+def later(nic, data):
     """A frame is shown to the daemon; nobody waits for it. -> where it lies"""
-    ring = card.rings[1]
+    ring = nic.rings[1]
     while ring.has_used():
         ring.pop()
     at = ring.room(len(data))
-    card.ram[at : at + len(data)] = data
+    nic.ram[at : at + len(data)] = data
     ring.add([(at, len(data), 0)])
     ring.publish()
     return at
@@ -225,7 +225,7 @@ def later(card, data):
 def test_a_frame_that_is_changed_while_it_waits(rig):
     """The frame that was checked is the one that comes."""
     with Net(rig, "changed", f"mac={text(A)},vlan=5", "trunk=5,,6", f"mac={text(B)}", "") as net:
-        a, trunk, b, plain = net.card(0), net.card(1, buffers=0), net.card(2), net.card(3, buffers=0)
+        a, trunk, b, plain = net.nic(0), net.nic(1, buffers=0), net.nic(2), net.nic(3, buffers=0)
         cases = [
             # What the guest sends, what it writes over that, and where; what may come.
             (a, trunk, f.frame(1, 300, ALL, A), 6, EVIL, tag(f.frame(1, 300, ALL, A), 5)),

@@ -37,9 +37,9 @@ class Sizes:
         n.ip("link", "set", "vs0", "mtu", FRAME_MAX - 14)
         self.number = 0
 
-    def card(self, features):
-        """A card, and the host's side."""
-        return c.Card(self.daemon.socket, features), f.Host("vs0")
+    def nic(self, features):
+        """A NIC, and the host's side."""
+        return c.Nic(self.daemon.socket, features), f.Host("vs0")
 
     def next(self):
         self.number += 1
@@ -47,12 +47,12 @@ class Sizes:
 
     def from_guest(self, cuts_of):
         """All sizes from the guest, each cut into descriptors at `cuts_of(bytes)`."""
-        card, host = self.card(c.MRG_RXBUF)
-        with card:
+        nic, host = self.nic(c.MRG_RXBUF)
+        with nic:
             for length in sizes():
                 number = self.next()
                 data = f.frame(number, length, f.HOST_MAC, f.GUEST_MAC)
-                card.transmit(data, cuts=cuts_of(length + c.HEADER))
+                nic.transmit(data, cuts=cuts_of(length + c.HEADER))
                 got = host.receive()
                 r.require(got is not None, f"{length} bytes do not come")
                 f.check(got, number, length, f.HOST_MAC, f.GUEST_MAC)
@@ -60,29 +60,29 @@ class Sizes:
 
     def to_guest(self, features, count, *pieces):
         """All sizes to the guest, which has `count` buffers of such pieces."""
-        card, host = self.card(features)
-        with card:
-            card.fill(count, *pieces)
+        nic, host = self.nic(features)
+        with nic:
+            nic.fill(count, *pieces)
             buffer = sum(pieces)
             for length in sizes():
                 number = self.next()
                 host.send(f.frame(number, length))
-                _, data, used = f.received(card) or (None, b"", 0)
+                _, data, used = f.received(nic) or (None, b"", 0)
                 f.check(data, number, length)
                 want = -(-(length + c.HEADER) // buffer)
                 r.require(used == want, f"{length} bytes in {used} buffers, not {want}")
-                card.fill(count - len(card.rings[0].chains), *pieces)
+                nic.fill(count - len(nic.rings[0].chains), *pieces)
         host.close()
 
-    def burst(self, card, host, lengths):
+    def burst(self, nic, host, lengths):
         """Frames of these lengths at once; returns their numbers."""
         sent = [(self.next(), length) for length in lengths]
         standing(self.daemon, lambda: [host.send(f.frame(*one)) for one in sent])
         return sent
 
-    def collect(self, card, sent):
+    def collect(self, nic, sent):
         for number, length in sent:
-            got = f.received(card)
+            got = f.received(nic)
             r.require(got is not None, f"frame {number} of {length} bytes is lost: {self.daemon.drops()}")
             f.check(got[1], number, length)
 
@@ -97,29 +97,29 @@ class Sizes:
         )
         for lengths in kinds:
             for bytes_each in (2048, 512, 80, 12):
-                # A card each time: buffers that the device has taken stay those of before.
-                card, host = self.card(c.MRG_RXBUF)
-                with card:
-                    card.fill(250, bytes_each)
+                # A NIC each time: buffers that the device has taken stay those of before.
+                nic, host = self.nic(c.MRG_RXBUF)
+                with nic:
+                    nic.fill(250, bytes_each)
                     if sum(-(-(length + c.HEADER) // bytes_each) for length in lengths) <= 250:
-                        self.collect(card, self.burst(card, host, lengths))
+                        self.collect(nic, self.burst(nic, host, lengths))
                 host.close()
 
     def few(self):
         """Fewer buffers than one frame needs: it waits, and those behind it, and all come when there are buffers."""
-        card, host = self.card(c.MRG_RXBUF)
-        with card:
+        nic, host = self.nic(c.MRG_RXBUF)
+        with nic:
             before = self.daemon.drops()
             for first in range(0, 7):
-                card.fill(first, 2048)
-                sent = self.burst(card, host, [60] * (first // 2) + [9000, 60, 12_000, 60, 60])
+                nic.fill(first, 2048)
+                sent = self.burst(nic, host, [60] * (first // 2) + [9000, 60, 12_000, 60, 60])
                 early = sent[: first // 2]
-                self.collect(card, early)
-                r.require(f.received(card, 0.1) is None, f"a frame came in {first} buffers")
+                self.collect(nic, early)
+                r.require(f.received(nic, 0.1) is None, f"a frame came in {first} buffers")
                 for number, length in sent[len(early) :]:
                     # One buffer after the other; it comes with the last one that it needs.
-                    while (got := f.received(card, 0.05)) is None:
-                        card.fill(1, 2048)
+                    while (got := f.received(nic, 0.05)) is None:
+                        nic.fill(1, 2048)
                     f.check(got[1], number, length)
             r.require(self.daemon.drops() == before, f"drops: {self.daemon.drops()}, before {before}")
         host.close()
@@ -127,42 +127,42 @@ class Sizes:
     def drawn(self):
         """Bursts, buffers and their pieces by chance, most of the time too few."""
         chance = random.Random(SEED)
-        card, host = self.card(c.MRG_RXBUF)
+        nic, host = self.nic(c.MRG_RXBUF)
         before = self.daemon.drops()
-        with card:
+        with nic:
             waiting = []
             for _ in range(60):
                 kind = chance.choice([(60, 70), (60, 1514), (1000, 5000), (60, 20_000), (20_000, FRAME_MAX)])
-                waiting += self.burst(card, host, [chance.randint(*kind) for _ in range(chance.randint(1, 12))])
+                waiting += self.burst(nic, host, [chance.randint(*kind) for _ in range(chance.randint(1, 12))])
                 while len(waiting) > 30 or (waiting and chance.random() < 0.9):
                     for _ in range(chance.randint(1, 8)):
                         pieces = [chance.choice((12, 100, 512, 512, 2048)) for _ in range(chance.randint(1, 3))]
-                        if len(card.rings[0].free) >= len(pieces):
-                            card.give(*pieces)
-                    card.rings[0].publish()
-                    while waiting and (got := f.received(card, 0.005)):
+                        if len(nic.rings[0].free) >= len(pieces):
+                            nic.give(*pieces)
+                    nic.rings[0].publish()
+                    while waiting and (got := f.received(nic, 0.005)):
                         f.check(got[1], *waiting.pop(0))
             while waiting:
-                card.fill(len(card.rings[0].free), 4096)
-                self.collect(card, [waiting.pop(0)])
+                nic.fill(len(nic.rings[0].free), 4096)
+                self.collect(nic, [waiting.pop(0)])
         r.require(self.daemon.drops() == before, f"drops: {self.daemon.drops()}, before {before}")
         host.close()
 
     def without_merge(self):
         """A frame that is longer than the buffer that it comes to is dropped and counted; the others come."""
-        card, host = self.card(0)
-        with card:
+        nic, host = self.nic(0)
+        with nic:
             before = self.daemon.drops().get("too-long", 0)
             for turn in range(20):
-                card.fill(4, 5, 7, 1000, 488)
+                nic.fill(4, 5, 7, 1000, 488)
                 lengths = [60, 1500, 1501, 1000] if turn % 2 else [9000, 1488, 60_000, 60, 1500, 80]
-                sent = self.burst(card, host, lengths)
-                self.collect(card, [one for one in sent if one[1] + c.HEADER <= 1500])
+                sent = self.burst(nic, host, lengths)
+                self.collect(nic, [one for one in sent if one[1] + c.HEADER <= 1500])
                 # Buffers that are left over are used first.
-                while card.rings[0].chains:
+                while nic.rings[0].chains:
                     number = self.next()
                     host.send(f.frame(number, 60))
-                    self.collect(card, [(number, 60)])
+                    self.collect(nic, [(number, 60)])
             lost = self.daemon.drops().get("too-long", 0) - before
             r.require(lost == 10 * 2 + 10 * 3, f"{lost} were dropped as too long")
         host.close()

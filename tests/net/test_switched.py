@@ -1,4 +1,4 @@
-"""A switch between two cards in Python, so that the test chooses each header and buffer: what one guest declares about its frames
+"""A switch between two NICs in Python, so that the test chooses each header and buffer: what one guest declares about its frames
 and what another is told; wrong headers; guests with few buffers or none; requests of a front end."""
 
 import struct
@@ -31,7 +31,7 @@ def two(rig):
 @pytest.mark.parametrize("kind", o.KINDS, ids=o.NAMES)
 def test_super_frames(two, kind, takes):
     """They come whole to a guest that takes them, else cut with right sums."""
-    a, b = two.cards(c.CSUM | kind.host, c.GUEST_CSUM | kind.guest if takes else 0)
+    a, b = two.nics(c.CSUM | kind.host, c.GUEST_CSUM | kind.guest if takes else 0)
     with a, b:
         for size in o.SIZES:
             data = o.payload(size)
@@ -60,7 +60,7 @@ def test_no_frame_makes_the_daemon_large(rig):
     start, frame = 32_768, bytearray(65_000)
     frame[:14] = B_MAC + A_MAC + b"\x86\xdd"
     frame[14], frame[start + 12] = 0x60, 0x50
-    a, b = two.cards(ALL)
+    a, b = two.nics(ALL)
     with a, b:
         b.fill(100, 2048)
         before = two.drops(0).get("bad-header", 0)
@@ -76,7 +76,7 @@ def test_no_frame_makes_the_daemon_large(rig):
 
 def test_a_valid_checksum_is_not_passed_on(two):
     """One guest's statement that a checksum is right means nothing to another guest."""
-    a, b = two.cards(ALL, ALL)
+    a, b = two.nics(ALL, ALL)
     with a, b:
         b.fill(4, 2048)
         a.transmit(f.frame(2, 600, B_MAC, A_MAC), f.header(flags=DATA_VALID))
@@ -86,7 +86,7 @@ def test_a_valid_checksum_is_not_passed_on(two):
 
 def test_headers_that_make_no_sense(two):
     """They are not passed on."""
-    a, b = two.cards(ALL, ALL)
+    a, b = two.nics(ALL, ALL)
     with a, b:
         b.fill(4, 2048)
         for bad in (
@@ -102,7 +102,7 @@ def test_headers_that_make_no_sense(two):
 
 def test_a_frame_larger_than_the_receivers_ring(two):
     """It is lost. The frames behind it are not."""
-    a, b = two.cards(c.CSUM | c.HOST_TSO4, c.GUEST_CSUM | c.GUEST_TSO4, size=8)
+    a, b = two.nics(c.CSUM | c.HOST_TSO4, c.GUEST_CSUM | c.GUEST_TSO4, size=8)
     with a, b:
         kind = o.KINDS[0]
         b.fill(8, 2048)
@@ -113,7 +113,7 @@ def test_a_frame_larger_than_the_receivers_ring(two):
 
 def test_requests_end_in_the_rings_order(two):
     """A request that waits for a guest's buffers ends before later ones that need not wait."""
-    a, b = two.cards()
+    a, b = two.nics()
     with a, b:
         ring, heads = a.rings[1], []
         b.fill(1, 2048)
@@ -134,7 +134,7 @@ def test_requests_end_in_the_rings_order(two):
 
 def test_a_transmit_ring_that_is_switched_off_keeps_nothing(two):
     """Its frames are dropped, not sent some time later."""
-    a, b = two.cards()
+    a, b = two.nics()
     with a, b:
         b.fill(4, 2048)
         two.passes(a, b, 9)
@@ -158,7 +158,7 @@ def test_transmit_follows_receive(rig):
     """A flow arrives on the pair on which its guest last sent it, whatever its hash, and moves with it."""
     daemon, sockets = n.joined(rig, "follows")
     try:
-        with c.Card(sockets[0], c.MRG_RXBUF) as a, c.Card(sockets[1], c.MRG_RXBUF | c.MQ, pairs=2) as b:
+        with c.Nic(sockets[0], c.MRG_RXBUF) as a, c.Nic(sockets[1], c.MRG_RXBUF | c.MQ, pairs=2) as b:
             a.fill(100, 2048)
             for pair in range(2):
                 b.fill(100, 2048, pair=pair)

@@ -137,9 +137,9 @@ def up(rig):
 def learnt(up):
     """The guest's first frame tells where it is: it gets the frames for it, and not those for others."""
     host = f.Host("vs0")
-    with c.Card(up.socket, c.MRG_RXBUF) as card:
-        card.fill(16, 2048)
-        card.transmit(f.frame(1, 600, f.HOST_MAC, f.GUEST_MAC))
+    with c.Nic(up.socket, c.MRG_RXBUF) as nic:
+        nic.fill(16, 2048)
+        nic.transmit(f.frame(1, 600, f.HOST_MAC, f.GUEST_MAC))
         seen = host.receive(f.GUEST_MAC)
         r.require(seen is not None, "the guest's frame does not come out")
         f.check(seen, 1, 600, f.HOST_MAC, f.GUEST_MAC)
@@ -148,7 +148,7 @@ def learnt(up):
         host.send(f.frame(3, 600, f.HOST_MAC, f.GUEST_MAC[:5] + b"\x99"))
         host.send(f.frame(4, 600, f.GUEST_MAC, f.HOST_MAC))
         for number in (2, 4):
-            got = card.take()
+            got = nic.take()
             r.require(got is not None, f"frame {number} does not come")
             f.check(got[1], number, 600, f.GUEST_MAC, f.HOST_MAC)
     host.close()
@@ -175,11 +175,11 @@ def test_a_guest_that_arrives_is_announced(up):
 
 def test_an_interface_that_is_down(up):
     """Frames are dropped and counted until it is up again."""
-    with c.Card(up.socket, c.MRG_RXBUF) as card:
-        card.fill(16, 2048)
+    with c.Nic(up.socket, c.MRG_RXBUF) as nic:
+        nic.fill(16, 2048)
         n.ip("link", "set", "vs0", "down")
         before = n.drops(up, "u0").get("down", 0)
-        card.transmit(f.frame(5, 600, f.HOST_MAC, f.GUEST_MAC))
+        nic.transmit(f.frame(5, 600, f.HOST_MAC, f.GUEST_MAC))
         r.wait_for("a drop", lambda: n.drops(up, "u0").get("down", 0) == before + 1)
         n.ip("link", "set", "vs0", "up")
     learnt(up)
@@ -217,9 +217,9 @@ def test_an_interface_that_is_removed_under_traffic(rig):
         try:
             n.ip("link", "set", "vs0", "up")
             host = f.Host("vs0")
-            with c.Card(up.socket, c.MRG_RXBUF) as card:
-                card.fill(200, 2048)
-                card.transmit(f.frame(1, 600, f.HOST_MAC, f.GUEST_MAC))
+            with c.Nic(up.socket, c.MRG_RXBUF) as nic:
+                nic.fill(200, 2048)
+                nic.transmit(f.frame(1, 600, f.HOST_MAC, f.GUEST_MAC))
                 r.require(host.receive(f.GUEST_MAC) is not None, "the guest's frame does not come out")
                 stop = threading.Event()
 
@@ -234,8 +234,8 @@ def test_an_interface_that_is_removed_under_traffic(rig):
                 sender.start()
                 time.sleep(0.2)
                 n.ip("link", "del", "vs0")
-                while card.take(0, 0.2):
-                    card.fill(1, 2048)
+                while nic.take(0, 0.2):
+                    nic.fill(1, 2048)
                 stop.set()
                 sender.join()
 
@@ -260,9 +260,9 @@ def test_a_network_that_is_removed_is_gone(rig):
     try:
         n.ip("link", "set", "vs0", "up")
         host = f.Host("vs0")
-        with c.Card(up.socket, c.MRG_RXBUF) as card:
-            card.fill(16, 2048)
-            card.transmit(f.frame(1, 600, f.HOST_MAC, f.GUEST_MAC))
+        with c.Nic(up.socket, c.MRG_RXBUF) as nic:
+            nic.fill(16, 2048)
+            nic.transmit(f.frame(1, 600, f.HOST_MAC, f.GUEST_MAC))
             r.require(host.receive(f.GUEST_MAC) is not None, "the guest's frame does not come out")
             host.close()
             up.cli("export", "remove", "u0")
@@ -282,16 +282,16 @@ def test_a_guest_that_takes_nothing(rig):
     try:
         n.ip("link", "set", "vs0", "up")
         host = f.Host("vs0")
-        with c.Card(up.socket, c.MRG_RXBUF) as card, c.Card(other, c.MRG_RXBUF) as lazy:
-            for each, mac in ((card, f.GUEST_MAC), (lazy, slow_mac)):
+        with c.Nic(up.socket, c.MRG_RXBUF) as nic, c.Nic(other, c.MRG_RXBUF) as lazy:
+            for each, mac in ((nic, f.GUEST_MAC), (lazy, slow_mac)):
                 each.transmit(f.frame(1, 600, f.HOST_MAC, mac))
                 r.require(host.receive(mac) is not None, "a guest's first frame does not come out")
-            card.fill(200, 2048)
+            nic.fill(200, 2048)
             for number in range(100):
                 for k in range(20):
                     host.send(f.frame(k, 600, slow_mac, f.HOST_MAC))
                 host.send(f.frame(number, 600, f.GUEST_MAC, f.HOST_MAC))
-                got = card.take()
+                got = nic.take()
                 r.require(got is not None, f"frame {number} does not come")
                 f.check(got[1], number, 600, f.GUEST_MAC, f.HOST_MAC)
             r.wait_for("what waits to be dropped", lambda: n.drops(up, "u0").get("no-room", 0) > 0)

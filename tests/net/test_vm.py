@@ -18,7 +18,7 @@ SEED = 29
 
 JOB = f"""
 own=10.9.0.2 server=10.9.0.1
-{v.CARD}{v.ROUNDS}
+{v.NIC}{v.ROUNDS}
 switch() {{
     turn=0
     while [ ! -s /tmp/told ]; do

@@ -371,7 +371,7 @@ impl Daemon {
                     Phase::Removing(_) => return Err(removing(name)),
                     Phase::Serving(export) if !hard && export.in_use() => {
                         return Err(Error::busy(format!(
-                            "export {name} has a front-end connected; end that, or remove it by force (--force)"
+                            "export {name} has a front end connected; end that, or remove it by force (--force)"
                         )));
                     }
                     Phase::Serving(_) => break,

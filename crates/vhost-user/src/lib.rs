@@ -236,7 +236,7 @@ impl VhostUser {
             && e.kind() != io::ErrorKind::BrokenPipe
             && e.kind() != io::ErrorKind::ConnectionReset
         {
-            tracing::warn!("{}: the front-end was not told of the change: {e}", self.inner.name);
+            tracing::warn!("{}: the front end was not told of the change: {e}", self.inner.name);
         }
     }
 

@@ -389,7 +389,7 @@ impl NetworkDevice for NetDevice {
             NetBackend::Switch(guard) => match self.mtu_max {
                 Some(most) if mtu > most => {
                     return Err(format!(
-                        "the front-end asks for an MTU of {mtu}, and the export has mtu={most}"
+                        "the front end asks for an MTU of {mtu}, and the export has mtu={most}"
                     ));
                 }
                 _ => check_mtu(mtu).map(|()| guard.port.set_mtu(mtu)),

@@ -113,7 +113,7 @@ impl Session {
         let vrings = (0..server.rings()).map(|_| Vring::default()).collect();
         agreed.store(0, Relaxed);
         if let Err(why) = device.negotiated(0) {
-            tracing::warn!("{name}: what a former front-end agreed on stays: {why}");
+            tracing::warn!("{name}: what a former front end agreed on stays: {why}");
         }
         if let Some(network) = device.network() {
             network.set_notes(None);

@@ -444,7 +444,7 @@ fn quiet_says_nothing() {
     assert_eq!(daemon.end(), (0, String::new(), String::new()));
 }
 
-/// A front-end whose channel for such news is closed goes, or has gone: no reason to warn.
+/// A front end whose channel for such news is closed goes, or has gone: no reason to warn.
 #[test]
 fn a_front_end_that_cannot_be_told_any_more_is_no_warning() {
     let export = "type=vhost-user-blk,name=e,disk=d0,socket=e.sock,queues=1";

@@ -37,7 +37,7 @@ pub(crate) fn run(socket: &Path, ifname: &str, pairs: u16, kind: Kind, seed: u32
     let (host, guest) = match opened {
         Ok(both) => both,
         Err(why) => {
-            println!("not ok net: a front-end connects: {why}");
+            println!("not ok net: a front end connects: {why}");
             return 1;
         }
     };
@@ -59,7 +59,7 @@ pub(crate) fn run(socket: &Path, ifname: &str, pairs: u16, kind: Kind, seed: u32
     let failed = c.failed;
     drop(c);
     let again =
-        report("another front-end is served after the first", reconnect(socket, ifname, pairs, kind, seed));
+        report("another front end is served after the first", reconnect(socket, ifname, pairs, kind, seed));
     failed + u32::from(!again)
 }
 

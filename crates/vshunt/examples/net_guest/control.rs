@@ -1,4 +1,4 @@
-//! The control queue of the guest's card, which its front-end leaves to the back-end.
+//! The control queue of the guest's NIC, which its front end leaves to the back-end.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The guest's side: a vhost-user front-end with the driver of a network device.
+//! The guest's side: a vhost-user front end with the driver of a network device.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -42,7 +42,7 @@ pub(crate) struct Kind {
     pub(crate) packed: bool,
     /// No event index.
     pub(crate) plain: bool,
-    /// Its front-end leaves the control queue to the device.
+    /// Its front end leaves the control queue to the device.
     pub(crate) control: bool,
 }
 

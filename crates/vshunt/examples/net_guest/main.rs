@@ -1,4 +1,4 @@
-//! Both ends of a network's export, for tests where no guest can be: a front-end that plays the guest's driver on the
+//! Both ends of a network's export, for tests where no guest can be: a front end that plays the guest's driver on the
 //! socket, and the host's side of the tap by a packet socket. Prints a line a case, `ok NAME` or `not ok NAME: why`.
 //!
 //! `net_guest SOCKET IFNAME PAIRS SEED [user] [packed] [plain] [control] [traffic]`: the export has so many queue pairs, mac=52:54:00:12:34:56 and

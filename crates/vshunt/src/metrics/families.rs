@@ -244,7 +244,7 @@ static FAMILIES: &[Family] = &[
     gauge(
         "export_connected",
         None,
-        "1: a front-end is connected, or it is mounted",
+        "1: a front end is connected, or it is mounted",
         Of::Export(|e| Some(e.connected.into())),
     ),
     gauge(

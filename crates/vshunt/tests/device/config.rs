@@ -51,7 +51,7 @@ fn read_in_parts() {
             assert_eq!(part[..have], whole[offset as usize..][..have], "{offset}+{len}");
         }
     }
-    // A front-end that knows of more than we have gets zeroes.
+    // A front end that knows of more than we have gets zeroes.
     let longer = session.read_config_bytes(0, 256).unwrap();
     assert_eq!((longer.len(), &longer[..60]), (256, &whole[..]));
     assert!(longer[100..].iter().all(|&b| b == 0));

@@ -185,7 +185,7 @@ fn the_second_connection_waits_for_the_first_to_go() {
     let mut second = open(&rig, "e");
     second.send(Code::GetFeatures as u32, VERSION, &[], &[]).unwrap();
     let fd = second.socket().try_clone_to_owned().unwrap();
-    assert!(!signalled(&fd, Duration::from_millis(50)), "two front-ends are served at a time");
+    assert!(!signalled(&fd, Duration::from_millis(50)), "two front ends are served at a time");
     drop(client);
     assert_eq!(second.recv().unwrap().code, Code::GetFeatures as u32);
     drop((second, fd));

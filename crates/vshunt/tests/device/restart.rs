@@ -271,7 +271,7 @@ fn what_was_offered_while_the_server_was_dead_is_done_once() {
     }
 }
 
-/// The front-end hands over a region that is not what it should be: refused with a reason, and no harm done.
+/// The front end hands over a region that is not what it should be: refused with a reason, and no harm done.
 #[test]
 fn damaged_inflight_regions_are_refused() {
     let mut rng = Rng::new();
