@@ -65,7 +65,7 @@ def uring_problem():
 
 @contextlib.contextmanager
 def uring_enabled(yes):
-    """FUSE over io_uring is allowed meanwhile, and then as it was. The parameter is the machine's: whoever changes it
+    """FUSE over io_uring is allowed meanwhile, and then as it was. The parameter is the machine's: a process that changes it
     holds its flock, as the tests do; else one would put back what another had set. Raises OSError."""
     if not yes:
         yield
@@ -101,14 +101,14 @@ def bounded(argv):
         out = process.communicate(timeout=ANSWER_TIMEOUT_S)[0]
         return out if process.returncode == 0 else None
     except subprocess.TimeoutExpired:
-        # Not waited for: whoever waits for a dead FUSE server cannot be killed before the connection is aborted.
+        # Not waited for: a process that waits for a dead FUSE server cannot be killed before the connection is aborted.
         process.kill()
         return None
 
 
 class Place:
     """Where a server shall mount. `outside`: as the host sees it; `inside`: as those do who run in the peers' chroot,
-    which is where fio runs, whoever serves. One file; no mount has to be propagated from the one to the other."""
+    which is where fio runs, whichever server runs. One file; no mount has to be propagated from the one to the other."""
 
     def __init__(self, root, work):
         self.inside = os.path.join(work, "disk")
@@ -140,7 +140,7 @@ class MountServer(Server):
         return int(size) > 0
 
     def abort(self):
-        """Frees whoever waits for this server: each gets an error. The server is of no use then."""
+        """Frees the processes that wait for this server: each gets an error. The server is of no use then."""
         if self.connection is not None:
             bounded(["sh", "-c", f"echo 1 >{FUSECTL}/{self.connection}/abort"])
 

@@ -71,7 +71,7 @@ def paired(cells, job, of, base):
 
 
 def _floor(report, case, what, ratio, figures, older):
-    """A layout against the floor of this run. `figures`: what both reached, as text; `older`: likewise, or None."""
+    """A layout against the floor of this run. `figures`: what both reached, as text; `older`: the same, or None."""
     sentence = f"{what} at least {FLOOR_SHARE:g} of its floor"
     beside = f" (older measurement, {FLOOR_CPUS} CPUs: {older})" if older else ""
     if ratio is None:

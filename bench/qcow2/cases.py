@@ -23,7 +23,7 @@ WRITTEN_QUICK = ["rr:128:1", "rr:128:4", "rw:128:1", "rw:128:4"]
 CLUSTER_BYTES = 64 << 10
 # So large that in a run of a second or two hardly a block is drawn twice; its map is 16 MiB and stays in memory.
 THIN_BYTES = 128 * GIB
-# Each cluster that is allocated takes 64 KiB of the file (of ours on tmpfs 4 KiB).
+# Each cluster that is allocated takes 64 KiB of the file (4 KiB with vshunt on tmpfs).
 THIN_ROOM_BYTES = 8 * GIB
 THIN_DEPTHS, THIN_QUEUES = (32, 128), (1, 2, 4)
 THIN_JOBS = [f"rw:{depth}:{queues}" for depth in THIN_DEPTHS for queues in THIN_QUEUES]
@@ -162,7 +162,7 @@ def _thin(q, img, name, folder, jobs):
 
 
 def _say_share(b, cells, random):
-    """How many of the fastest run's writes allocated: blocks are drawn anew each time."""
+    """How many of the fastest run's writes allocated: each run draws other blocks."""
     ran = [cells[str(j), n] for j in random for n in (OURS, EACH) if (str(j), n) in cells]
     most = max((r["ios"] for cell in ran for r in cell.measured()), default=0)
     if most:
@@ -172,7 +172,7 @@ def _say_share(b, cells, random):
 
 
 def large(b):
-    """What of the map is read anew, where memory has room for an eighth of it."""
+    """What of the map is read again, where memory has room for an eighth of it."""
     name = "qcow2-large"
     kind = file_system(b.work)
     ready = usable(b, name, f"a disk of 2 TiB on {kind}, its map filled, {LARGE_JOB} over all of it; data are holes, so that "

@@ -16,7 +16,7 @@ def test_full_and_three_incremental_backups(suite, kind):
     disk = Disk(suite, name, kind)
     paths = [suite.path(f"{name}.{n}") for n in range(4)]
     disk.backup("--to", paths[0], "--bitmap", "b0")
-    r.require(b.bitmap(disk.mount.daemon)["count"] == 0, "the bitmap does not begin anew")
+    r.require(b.bitmap(disk.mount.daemon)["count"] == 0, "the bitmap does not restart")
     was = [bytes(disk.data)]
     for below, path in zip(paths, paths[1:]):
         disk.change()

@@ -151,7 +151,7 @@ def test_cancel_pause_speed_dismiss(suite):
     done = b.job(daemon)["current-progress"]
     cli("job", "speed", "backup0", "max")
     time.sleep(0.5)
-    r.require(b.job(daemon)["current-progress"] == done, "a paused job goes on")
+    r.require(b.job(daemon)["current-progress"] == done, "a paused job continues")
     cli("job", "resume", "backup0")
     cli("job", "wait", "backup0")
     shown = b.job(daemon)

@@ -70,7 +70,7 @@ def test_bitmaps_after_kill_9(suite):
         path = suite.path(f"crashed.{turn + 1}")
         disk.backup("--to", path, "--incremental", "b0", "--backing", below, "--job", f"j{turn}")
         b.equal(b.contents(suite, path, "qcow2"), bytes(disk.data), "the backup after a crash")
-        r.require(b.bitmap(mount.daemon)["count"] == 0, "an inconsistent bitmap does not begin anew")
+        r.require(b.bitmap(mount.daemon)["count"] == 0, "an inconsistent bitmap does not restart")
         below = path
         mount.stop()
         b.checked(mount.image)
@@ -101,7 +101,7 @@ def test_a_bitmap_with_a_gap(suite):
     disk.change()
     last = suite.path("gap.4")
     disk.backup("--to", last, "--incremental", "b0", "--backing", again)
-    b.equal(b.contents(suite, last, "qcow2"), bytes(disk.data), "the backup after it began anew")
+    b.equal(b.contents(suite, last, "qcow2"), bytes(disk.data), "the backup after it restarted")
     mount.stop()
 
 

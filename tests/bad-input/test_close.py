@@ -63,7 +63,7 @@ class Closes:
 
     @contextlib.contextmanager
     def server(self):
-        """A FUSE server; what waits for it goes on when this is over."""
+        """A FUSE server; what waits for it continues when this is over."""
         program = r.ROOT / "tests/lib/fuse_never_flushes"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with subprocess.Popen([program, self.path], **pipes, text=True) as server:
@@ -271,7 +271,7 @@ def test_descriptors_after_the_processes_that_receive_them_were_killed(closes):
 @NEEDS_FUSE
 @pytest.mark.parametrize("kind, payload", messages().values(), ids=messages())
 def test_a_descriptor_whose_close_waits(closes, kind, payload):
-    """The session goes on, others too, and the daemon ends."""
+    """The session continues, others too, and the daemon ends."""
     daemon = closes.daemon()
     with closes.server():
         answer = closes.order(kind, payload)

@@ -43,11 +43,11 @@ REFUSED = (
     ("a second writer of a disk", ("export", "add", export("d0")), ("d0",)),
     ("the kernel engine for a disk that is no device", ("export", "add", export("d2") + ",engine=kernel"), ("d2", "block device")),
     ("the kernel engine and cache=unsafe", ("export", "add", export("d4") + ",engine=kernel"), ("d4", "unsafe")),
-    ("a kernel worker for an export of ours", kernel("--export", "vm0"), ("vm0", "engine=kernel")),
+    ("a kernel worker for an export that vshunt serves", kernel("--export", "vm0"), ("vm0", "engine=kernel")),
     ("a kernel worker of no export", kernel(), ("export=NAME",)),
     ("a kernel worker that polls", kernel("--export", "vm0", "--poll-us", "5"), ("poll",)),
     ("a kernel worker of an export that is not there", kernel("--export", "vm9"), ("vm9",)),
-    ("a worker of ours for one export", ("worker", "new", "--export", "vm0"), ("vm0", "kind=kernel")),
+    ("a user worker for one export", ("worker", "new", "--export", "vm0"), ("vm0", "kind=kernel")),
     ("the kernel engine without its module", ("export", "add", export("d3") + ",engine=kernel"), ("vhost-blk", "modprobe")),
     ("a disk name that is taken", ("disk", "add", "name=d0,format=null,size=1M"), ("d0",)),
 )

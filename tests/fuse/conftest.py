@@ -22,7 +22,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("transport", mark.args if mark else ("dev", "io_uring"), indirect=True, scope="module")
 
 
-# A fixture, since pytest 7 sets up direct parameters anew for each test that has more of them.
+# A fixture, since pytest 7 sets up direct parameters again for each test that has more of them.
 @pytest.fixture(scope="module")
 def transport(request):
     return request.param
@@ -46,7 +46,7 @@ def _guarded(guarded):
 
 @pytest.fixture
 def fresh_after_failure(request):
-    """Call it with an m.Fixture: it makes its mount anew after a test that failed."""
+    """Call it with an m.Fixture: it makes its mount again after a test that failed."""
     failed, used = request.session.testsfailed, []
     yield used.append
     if request.session.testsfailed > failed:

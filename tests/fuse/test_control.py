@@ -114,7 +114,7 @@ def sector(socket, number):
 
 @pytest.mark.transports("any")
 def test_one_disk_vhost_user_blk_and_fuse_both_writable_refused(suite):
-    """A disk has one writer, whatever the exports' kinds and whoever came first."""
+    """A disk has one writer, whatever the exports' kinds and their order."""
     suite.ours()
     socket, path = suite.rig.dir / "two.sock", suite.rig.dir / "two.mnt"
     vhost = f"type=vhost-user-blk,name=vm0,disk=d0,socket={socket}"
@@ -290,7 +290,7 @@ def test_passthrough_an_odd_end(suite):
 
 @pytest.mark.transports("any")
 def test_passthrough_nobody_else_writes_while_the_file_is_open_still(suite):
-    """Who has the file open goes on by the kernel after the mount was taken away: till it is closed nobody else may write."""
+    """A process that has the file open uses it through the kernel after the unmount: until it closes it, nobody else may write."""
     suite.ours()
     image = suite.image("pass-after.img", 2 * MIB)
     mount = m.Mount(suite, "pass-after", image=image, growable=True, passthrough="auto")

@@ -287,7 +287,7 @@ def cpu_time(pid):
 
 
 def test_connection_aborted_by_an_administrator(suite):
-    """The connection is aborted from outside: callers get errors, the daemon goes on without the export or says why."""
+    """The connection is aborted from outside: callers get errors, the daemon continues without the export or says why."""
     suite.ours()
     name = f"abort-{suite.transport}"
     mount = m.Mount(suite, name, image=suite.image(f"{name}.img", MIB))

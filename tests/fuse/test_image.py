@@ -43,7 +43,7 @@ def test_images_that_end_within_a_sector(suite):
 
 
 def test_growable_an_image_that_ends_within_a_sector(suite):
-    """The same for a growable mount, which goes on behind the sector."""
+    """The same for a growable mount, which continues behind the sector."""
     name = f"odd-growable-{suite.transport}"
     image = suite.image(f"{name}.img", 700)
     content = bytes(m.fill(image, 700, ((0, 700),), 5)).ljust(1024, b"\0")
@@ -357,7 +357,7 @@ def test_growable_what_is_refused_leaves_a_qcow2_image_as_it_was(suite):
     daemon.cli("export", "add", f"type=vhost-user-blk,name=writer,disk=d0,socket={folder}/writer.sock")
     export("d0", f"name=f0,mountpoint={folder}/f0.mnt", image, "writer")
     daemon.cli("export", "remove", "writer")
-    # These are found with the image closed, which is opened anew then.
+    # These are found with the image closed, which is opened again then.
     export_old = f"type=fuse,disk=d1,writable=on,growable=on,name=f1,mountpoint={folder}/f1.mnt"
     r.message_of(daemon.cli("export", "add", export_old, check=False), "", "version 2", code=(1, 2))
     r.message_of(daemon.cli("resize", "d1", "2M", check=False), "", "version 2", code=(1, 2))

@@ -132,7 +132,7 @@ def test_qemu_img_compare_and_convert_qemu_io(suite):
 
 
 def test_qemu_img_convert_and_create_growable(suite):
-    """convert without -n: it makes the target anew, with the size that it needs."""
+    """convert without -n: it makes a new target, with the size that it needs."""
     tool = r.tool("qemu-img", "qemu-utils")
     suite.differs("overlooks O_TRUNC", before=11)
     name = f"img-grow-{suite.transport}"
@@ -299,7 +299,7 @@ def test_interrupt_callers_killed_while_the_backend_has_their_requests(suite):
 
 
 def test_fio_verifies_while_the_disk_is_resized(suite):
-    """The disk grows and shrinks beyond fio's regions, whose I/O goes on and stays right."""
+    """The disk grows and shrinks beyond fio's regions, whose I/O continues and stays right."""
     suite.ours()
     name = f"fio-resize-{suite.transport}"
     least = FIO_JOBS * FIO_REGION

@@ -38,7 +38,7 @@ def move_queues(daemon):
     chance = random.Random(SEED)
     workers = [0] + [daemon.worker_new("--name", f"w{n}") for n in (1, 2)]
     at = dict.fromkeys(range(QUEUES), 0)
-    pause = r.Pace(MOVES, MOVES_S)
+    pause = r.Ticker(MOVES, MOVES_S)
     for move in range(MOVES):
         queue = chance.randrange(QUEUES)
         if move % 20 == 19:  # a worker without queues ends, and a new one starts

@@ -33,7 +33,7 @@ def test_both_check_and_describe_images_of_qemu_img_alike(both, rand):
 
 
 def test_qemu_fills_and_checks_our_images(both, rand):
-    """Images of ours: QEMU fills them, and they are clean; the data is there."""
+    """Images of vshunt: QEMU fills them, and they are clean; the data is there."""
     for n in range(COMBINATIONS):
         options, size = options_of(rand)
         name = f"our{n}"

@@ -11,7 +11,7 @@ import rig as r
 from images import commands_of, options_of, text_of
 
 MIB = 1 << 20
-# Images copied of each kind of test, with options drawn anew.
+# Images copied of each kind of test, with options drawn at random.
 COPIES = 12
 
 

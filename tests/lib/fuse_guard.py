@@ -70,7 +70,7 @@ def mounted(path):
 
 
 def unmount(paths):
-    """Away with them, whoever uses them and whether or not anybody answers."""
+    """Removes them, also those in use and those whose server does not answer."""
     for path in paths:
         r.run(["umount", "-l", path], check=False)
 
@@ -85,7 +85,7 @@ def abort(connections):
 
 
 class Guardian:
-    """Goes on in a private mount namespace, and starts the guardian; `clock` is what it looks at."""
+    """Enters a private mount namespace, and starts the guardian; `clock` is what it looks at."""
 
     def __init__(self):
         if not os.path.exists("/dev/fuse"):

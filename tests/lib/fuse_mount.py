@@ -128,7 +128,7 @@ class Suite:
 
 
 class Fixture:
-    """A mount that several tests share; made anew after one that failed."""
+    """A mount that several tests share; made again after one that failed."""
 
     def __init__(self, suite):
         self.suite = suite

@@ -77,7 +77,7 @@ fails() {
 }
 
 # What the module allocated and did not free, by the owners that slub_debug notes: ours is among the innermost callers.
-# Further out it is where a disk allocates for a bio of ours, and keeps it. Addresses of an unloaded module may be
+# Further out it is where a disk allocates for a bio of vhost_blk, and keeps it. Addresses of an unloaded module may be
 # another's by now. Of vmalloc there is a list of its own.
 left_over() {
     cat /sys/kernel/debug/slab/*/alloc_traces | awk -v RS= -v FS='\\n' '

@@ -1,6 +1,6 @@
 """Namespaces of the test process's own: for mounts, and for networks.
 
-A process that runs tests goes on to other groups of tests. So a mount namespace is entered for good, which harms no
+A process that runs tests runs other groups of tests afterwards. So a mount namespace is entered for good, which harms no
 other group, and a network namespace only for as long as a `with` lasts.
 """
 

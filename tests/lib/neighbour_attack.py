@@ -54,7 +54,7 @@ class Front(p.Peer):
         return fd
 
     def order(self, kind, payload=b"", fds=(), size=None):
-        """As a sane front end, but for answers to what was sent before, which are thrown away."""
+        """As a sane front end, except that answers to what was sent before are thrown away."""
         self.discard()
         answer = super().order(kind, payload, fds, size)
         self.counts[answer] += 1

@@ -186,6 +186,6 @@ class Ring:
             for index in range(min(self.size, 64)):
                 after = chance.choice((0, 1, 2, 3, 4, 7, index, chance.getrandbits(16)))
                 self.describe(index, address(chance), length(chance), chance.getrandbits(16), after)
-        # A packed ring begins anew somewhere.
+        # A packed ring starts at another index.
         if self.packed:
             self.offered, self.wrap = chance.randrange(self.size), chance.random() < 0.5

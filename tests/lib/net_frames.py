@@ -70,7 +70,7 @@ class Host:
 
 
 def received(nic, wait_s=r.WAIT_S, pair=0):
-    """The next frame of ours that a NIC gets; what the host's stack says by itself is passed over."""
+    """The next frame of a test that a NIC gets; those that the host's stack sends by itself are passed over."""
     end = time.monotonic() + wait_s
     while True:
         got = nic.take(pair, max(0.0, end - time.monotonic()))

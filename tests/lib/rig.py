@@ -121,7 +121,7 @@ def receivers(pid):
 
 
 def message_of(done, *words, code=(1, 2)):
-    """The error of a program of ours that failed: one sentence on stderr with these words in it."""
+    """The error of a vshunt program that failed: one sentence on stderr with these words in it."""
     text = done.stderr.strip()
     require(done.returncode in code, f"ended with {done.returncode}: {done.stdout}{text}")
     require(text.startswith("vshunt"), f"not our own error: {text!r}")
@@ -315,7 +315,7 @@ class Repeating:
             raise self.error
 
 
-class Pace:
+class Ticker:
     """Spreads `turns` over `seconds`, whatever each takes by itself."""
 
     def __init__(self, turns, seconds):

@@ -203,7 +203,7 @@ class Neighbour:
                 r.wait_for(f"a request of {name} is done", lambda front=front: front.used() == 1)
                 r.require(front.ram[p.DATA + 8192] == 0, f"a read of {name} ended with status {front.ram[p.DATA + 8192]}")
 
-    def cards_serve(self):
+    def nics_serve(self):
         """A frame passes from each attacked NIC to the other."""
         nics = [c.Nic(self.sockets[name]) for name in NICS]
         with nics[0], nics[1]:
@@ -257,7 +257,7 @@ def test_the_attacked_disks_serve_a_sane_front_end(neighbour):
 
 
 def test_the_attacked_nics_serve_sane_front_ends(neighbour):
-    neighbour.cards_serve()
+    neighbour.nics_serve()
 
 
 def test_the_load_beside_them_lost_nothing_and_no_request_was_late(neighbour):

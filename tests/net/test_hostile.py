@@ -180,7 +180,7 @@ def test_rings_are_switched_before_features_are_chosen(hostile):
         r.require(peer.order(p.SET_VRING_ENABLE, struct.pack("<II", 5, 1)) == p.REFUSED, "a ring that is not there is taken")
     with p.Peer(hostile.daemon.socket) as peer:
         peer.message(p.SET_VRING_ENABLE, struct.pack("<II", 0, 1))
-        r.require(peer.closed(), "the connection goes on")
+        r.require(peer.closed(), "the connection continues")
 
 
 def test_frames_while_the_interface_is_down(hostile):

@@ -80,7 +80,7 @@ def moves(rig, switch, client, metrics):
     chance = random.Random(SEED)
     workers = sorted({q["worker"] for q in queues(switch).values()} | {0, switch.daemon.worker_new()})
     before = totals(switch)
-    pause = r.Pace(MOVES, 1.5 * v.ROUND_S)
+    pause = r.Ticker(MOVES, 1.5 * v.ROUND_S)
     for move in range(MOVES):
         switch.daemon.cli("attach", f"e{chance.randrange(2)}:{chance.randrange(PAIRS)}", chance.choice(workers))
         if move % 5 == 4:

@@ -57,7 +57,7 @@ class Joined:
             return int(file.read())
 
     def go_on(self, what):
-        """Traffic goes on."""
+        """Traffic continues."""
         before = self.arrived()
         r.wait_for(f"traffic {what}", lambda: self.arrived() > before + 10_000_000)
 

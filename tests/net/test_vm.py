@@ -75,7 +75,7 @@ def moves(rig, daemon, guest):
     more = [daemon.worker_new() for _ in range(2)]
     first = sorted({q["worker"] for q in daemon.queues().values()} - set(more))
     before = daemon.counters()
-    pause = r.Pace(MOVES, 1.5 * v.ROUND_S)
+    pause = r.Ticker(MOVES, 1.5 * v.ROUND_S)
     for move in range(MOVES):
         daemon.cli("attach", f"c0:{chance.randrange(PAIRS)}", chance.choice([*first, *more]))
         if move % 10 == 9:

@@ -107,7 +107,7 @@ def test_hostile_images(rig):
                 except OSError as e:
                     r.require(e.errno == errno.EIO, f"the write failed with {e}")
         r.wait_for("the log's line", lambda: what in disk.daemon.child.tail() and "corrupt" in disk.daemon.child.tail())
-        # What is elsewhere can be had, and goes on being had.
+        # What is elsewhere can be read, and stays readable.
         for change in (("resize", "d0", "80M"), ("snapshot", "d0", "--internal", "s")):
             r.message_of(disk.daemon.cli(*change, check=False), "corrupt", "check -r all", code=(1,))
         with open(disk.file, "rb", buffering=0) as f:

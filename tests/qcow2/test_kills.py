@@ -102,7 +102,7 @@ def test_rolled_back_under_its_journal(rig):
     disk.write(0, b"a" * (8 * MIB), flush=True)
     # As a snapshot of the storage has it.
     shutil.copyfile(path, copy)
-    # The first half goes elsewhere in the image: discarded, flushed, and written anew.
+    # The first half goes elsewhere in the image: discarded, flushed, and written again.
     with disk.discarded(0, 4 * MIB):
         pass
     disk.write(16 * MIB, b"b" * (8 * MIB), flush=True)

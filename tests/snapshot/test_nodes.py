@@ -52,7 +52,7 @@ def test_an_overlay_as_a_node(rig, mounts):
     r.wait_for("it writes", lambda: len(writer.log) > 50)
     qmp("blockdev-snapshot", step)
     written = len(writer.log)
-    r.wait_for("it goes on", lambda: len(writer.log) > written + 50)
+    r.wait_for("it continues", lambda: len(writer.log) > written + 50)
     writer.stop()
     r.require(disk.shown_as("d0") == ("qcow2", str(over)), f"listed as {disk.shown_as('d0')}")
     r.require(names() == ["d0", "n2"], f"{names()}")

@@ -55,7 +55,7 @@ def test_the_old_name_is_refused(rig, marks):
 
 
 def test_what_is_refused(rig, mounts):
-    """Snapshots that cannot be: the disk goes on, and nothing is left behind."""
+    """Snapshots that cannot be: the disk continues, and nothing is left behind."""
     base = image(rig, "refuse", "raw")
     disk = Disk(rig, base, "raw", name="refuse", socket=True)
     there = image(rig, "there", "qcow2", 32)

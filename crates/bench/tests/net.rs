@@ -35,7 +35,7 @@ fn run(model: &Model, plan: &NetPlan) -> Result<Outcome, Error> {
 }
 
 #[test]
-fn a_disk_is_not_taken_for_a_card_nor_the_reverse() {
+fn a_disk_is_not_taken_for_a_nic_nor_the_reverse() {
     let disk = Model::start("net-on-disk", 2048);
     let error = NetDevice::connect(disk.path(), &NetPlan { merge: false, ..NetPlan::default() })
         .err()
@@ -221,7 +221,7 @@ fn the_server_dies_and_comes_back() {
 }
 
 #[test]
-fn what_the_card_does_not_have_is_a_clear_error() {
+fn what_the_nic_does_not_have_is_a_clear_error() {
     let model = Model::start_net("lacks");
     let refused = |refuse: u64, plan: NetPlan| {
         model.net().refuse.store(refuse, Ordering::Release);

@@ -158,7 +158,7 @@ impl Export {
             ))),
             Some(Served { frontend: Frontend::Fuse(mount), .. }) if mount.plan().passthrough => {
                 Err(Error::unsupported(format!(
-                    "export {name} has passthrough, by which the kernel goes on with the image: remove it, and add it with \
+                    "export {name} has passthrough, by which the kernel continues to use the image: remove it, and add it with \
                      passthrough=off"
                 )))
             }

@@ -76,7 +76,7 @@ impl Rig {
         while events.recv_timeout(PATIENCE).expect("the event did not come") != *want {}
     }
 
-    /// Holds up whoever tells of an event that `which` likes, once: says that it does so, and waits
+    /// Blocks the thread that reports an event that `which` selects, once: says that it does so, and waits
     /// for a word.
     fn hold(&self, which: fn(&Event) -> bool) -> (Receiver<()>, Sender<()>) {
         let ((held, is_held), (go, may_go)) = (channel(), channel());

@@ -113,7 +113,7 @@ impl BlkDevice {
         self.readonly
     }
 
-    /// Decides anew how writes complete.
+    /// Decides again how writes complete.
     fn update(&self) {
         let features = self.features.load(Relaxed);
         // Virtio 1.3, 5.2.5: without FLUSH, or with CONFIG_WCE and writeback = 0, a completed write

@@ -291,8 +291,8 @@ mod tests {
         );
         assert_eq!(setup.disks[0].format(), Format::Ram);
         assert_eq!(setup.nets, [keyval::parse::<NetSpec>("type=tap,name=n0,ifname=vs0,queues=2").unwrap()]);
-        let card = "type=vhost-user-net,name=c0,net=n0,socket=/n,mac=52:54:00:12:34:56";
-        assert_eq!(setup.exports[2], keyval::parse::<ExportSpec>(card).unwrap());
+        let nic = "type=vhost-user-net,name=c0,net=n0,socket=/n,mac=52:54:00:12:34:56";
+        assert_eq!(setup.exports[2], keyval::parse::<ExportSpec>(nic).unwrap());
     }
 
     #[test]

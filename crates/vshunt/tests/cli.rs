@@ -247,7 +247,7 @@ fn a_failed_start_leaves_nothing() {
         "type=vhost-user-blk,name=e,disk=d0,fd=3",
     ]);
     let close = || {
-        // SAFETY: in the child only, where nothing of ours relies on the descriptor.
+        // SAFETY: in the child only, where nothing of this program relies on the descriptor.
         unsafe { libc::close(3) };
         Ok(())
     };
@@ -366,7 +366,7 @@ fn vshunt_blk_listens_and_obeys_sigterm() {
     wait_for("vshunt-blk", || status().0 == 0);
     let exports: serde_json::Value = serde_json::from_str(&status().1).unwrap();
     assert_eq!(exports[0]["queues"], 2);
-    // SAFETY: a child of ours that was not reaped.
+    // SAFETY: a child of this process that was not reaped.
     assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
     assert_eq!(wait(&mut child), 0);
     assert!(!control.exists());

@@ -110,7 +110,7 @@ fn the_owners_limit_of_threads_is_named() {
     };
     assert!(error.contains("RLIMIT_NPROC is 16") && error.contains("ulimit -u"), "{error}");
     let list = ask("query-workers");
-    assert_eq!(list.matches("\"tid\"").count(), made + 1, "it goes on with the workers it has: {list}");
+    assert_eq!(list.matches("\"tid\"").count(), made + 1, "it continues with the workers it has: {list}");
     ask("quit");
     assert!(daemon.0.wait().unwrap().success());
 }

@@ -92,10 +92,10 @@ impl ToConvert {
 fn run(copy: &Arc<Copy>, size: u64, progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
     let workers = Workers::new(DEFAULT_POLL_US)?;
     let count = allowed_cpus().len().clamp(1, QUEUES_MAX);
-    let homes = (0..count)
+    let ids = (0..count)
         .map(|_| workers.create(Some("convert".to_owned()), &Settings::default()))
         .collect::<Result<Vec<_>>>()?;
-    let set = QueueSet::new("convert", &workers, &homes)?;
+    let set = QueueSet::new("convert", &workers, &ids)?;
     for index in 0..set.len() {
         set.start(index, Box::new(CopyQueue::new(copy.clone(), set.stats(index).clone())));
     }

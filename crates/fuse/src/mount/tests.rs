@@ -342,7 +342,7 @@ fn what_is_mounted_in_place_of_ours_is_left_alone() {
         drop(mount);
         assert!(table_line(&path).is_some());
         umount(&path, 0);
-        assert!(path.exists(), "it may still be wanted by whoever mounted over it");
+        assert!(path.exists(), "the process that mounted over it may still want it");
     });
 }
 

@@ -154,7 +154,7 @@ mod tests {
         assert_eq!(t.moved, 1);
         flows.note(Mark { run: 4, flow: 9, number: 0 }, 1, &mut t);
         flows.note(Mark { run: 4, flow: 9, number: 1 }, 1, &mut t);
-        assert_eq!((t.lost, t.late, t.twice, t.moved), (489, 1, 3, 1), "another run begins anew");
+        assert_eq!((t.lost, t.late, t.twice, t.moved), (489, 1, 3, 1), "another run starts from zero");
     }
 
     #[test]

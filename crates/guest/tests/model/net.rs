@@ -126,7 +126,7 @@ fn wait(ring: &mut DeviceRing, kick: &OwnedFd) {
 }
 
 impl QueueThread {
-    pub(super) fn run_card(&mut self) {
+    pub(super) fn run_nic(&mut self) {
         if self.index.is_multiple_of(2) { self.give_frames() } else { self.take_frames() }
     }
 

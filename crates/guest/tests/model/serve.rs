@@ -270,7 +270,7 @@ impl Life<'_> {
                 }
             }
             match queue.shared.net.is_some() {
-                true => queue.run_card(),
+                true => queue.run_nic(),
                 false => queue.run(),
             }
             queue.ring.base()

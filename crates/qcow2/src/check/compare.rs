@@ -1,5 +1,5 @@
 //! Compares the image's counts with those that were counted. Repairs them, or writes all of them
-//! anew.
+//! again.
 
 use std::collections::{BTreeMap, BTreeSet};
 

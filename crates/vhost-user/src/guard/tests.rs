@@ -224,7 +224,7 @@ fn a_fault_that_repeats_in_a_replaced_mapping_ends_the_process() {
     assert!((0..LATE_MAX).all(|_| handle(addr, libc::BUS_ADRERR)));
     assert!(!handle(addr, libc::BUS_ADRERR) && !handle(addr, libc::BUS_ADRERR));
     drop(lost);
-    // Another mapping in that slot of the table begins anew.
+    // Another mapping in that slot of the table begins again.
     let file = memfd(MIB);
     let lost = map(&file, MIB);
     file.set_len(0).unwrap();

@@ -51,7 +51,7 @@ pub(crate) fn run(socket: &Path, ifname: &str, pairs: u16, kind: Kind, seed: u32
     if pairs > 1 {
         c.case("a pair that is switched off gets nothing", Case::switched_off);
     }
-    c.case("a ring that is stopped goes on where it stood", Case::stops);
+    c.case("a ring that is stopped continues where it stood", Case::stops);
     c.case("what waited meanwhile is there", Case::waits);
     c.case("SEND_RARP announces the guest", Case::announces);
     c.case("NET_SET_MTU", Case::mtu);
@@ -168,7 +168,7 @@ impl Case<'_> {
     /// a flow in order and on one pair.
     fn exchange(&mut self, on: &[u16]) -> Outcome<BTreeMap<u16, u32>> {
         let case = self.id();
-        let mut homes: BTreeMap<u16, (u16, u32)> = BTreeMap::new();
+        let mut flows: BTreeMap<u16, (u16, u32)> = BTreeMap::new();
         let mut by_pair = BTreeMap::new();
         for round in 0..EACH {
             for flow in 0..FLOWS {
@@ -190,7 +190,7 @@ impl Case<'_> {
                         if mark.case != case {
                             continue;
                         }
-                        let (home, next) = homes.entry(mark.flow).or_insert((pair, 0));
+                        let (home, next) = flows.entry(mark.flow).or_insert((pair, 0));
                         if (*home, *next) != (pair, mark.number) {
                             return Err(format!(
                                 "{mark:?} on pair {pair}; its flow is on {home} and {next} is next"
@@ -271,7 +271,7 @@ impl Case<'_> {
         self.exchange(&self.all()).map(drop)
     }
 
-    /// A kick that comes while the ring is stopped is seen when it goes on.
+    /// A kick that comes while the ring is stopped is seen when it continues.
     fn waits(&mut self) -> Outcome {
         let case = self.id();
         let base = self.guest.stop(1)?;

@@ -145,7 +145,7 @@ impl Guest {
         n == 0 || (n < 0 && std::io::Error::last_os_error().kind() != std::io::ErrorKind::WouldBlock)
     }
 
-    /// Connects anew, to a daemon that was started after another died, and hands the rings over as they stand.
+    /// Connects again, to a daemon that was started after another died, and hands the rings over as they stand.
     pub(crate) fn reconnect(&mut self, socket: &Path, within: Duration) -> Outcome {
         let end = Instant::now() + within;
         loop {

@@ -12,14 +12,14 @@ use crate::{Outcome, text};
 pub(crate) const GUEST: [u8; 6] = [0x52, 0x54, 0, 0x12, 0x34, 0x56];
 /// Of the host's frames: nobody's.
 pub(crate) const HOST: [u8; 6] = [2, 0, 0, 0, 0, 1];
-/// The first bytes of the UDP payload of a frame of ours.
+/// The first bytes of the UDP payload of a frame of the test.
 const MAGIC: u32 = 0x7673_6E74;
 /// Ethernet, IPv4 and UDP headers.
 pub(crate) const HEADERS: usize = 14 + 20 + 8;
 /// The shortest frame that has room for all that it says.
 pub(crate) const FRAME_MIN: usize = HEADERS + 12;
 
-/// What a frame of ours says of itself.
+/// What a frame of the test says of itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Mark {
     /// Its UDP source port.
@@ -55,7 +55,7 @@ pub(crate) fn frame(from: [u8; 6], to: [u8; 6], mark: Mark, len: usize) -> Vec<u
     frame
 }
 
-/// What a frame says, if it is one of ours; an error where it is not as it was sent.
+/// What a frame says, if it is a frame of the test; an error where it is not as it was sent.
 pub(crate) fn read_mark(frame: &[u8]) -> Option<Outcome<Mark>> {
     let word = |at: usize| frame.get(at..at + 4).map(|b| u32::from_be_bytes([b[0], b[1], b[2], b[3]]));
     if frame.get(12..14) != Some(&[8, 0]) || word(HEADERS) != Some(MAGIC) {

@@ -65,7 +65,7 @@ struct Order {
 }
 
 impl Order {
-    /// A frame that came on a pair. Whether it is one of ours.
+    /// A frame that came on a pair. Whether it is a frame of the test.
     fn next(&mut self, pair: u16, bytes: &[u8]) -> Outcome<bool> {
         let Some(mark) = read_mark(bytes) else { return Ok(false) };
         let mark = mark?;
@@ -308,7 +308,7 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// Gives the device a command, and goes on until it is done; whatever becomes of the daemon meanwhile.
+    /// Gives the device a command, and continues until it is done; whatever becomes of the daemon meanwhile.
     fn set(&mut self, command: Command) -> Outcome {
         self.guest.command(command)?;
         let end = Instant::now() + BACK_WITHIN;

@@ -471,15 +471,15 @@ mod tests {
             notifications: 0,
             net,
         };
-        let card = |drops| queue("c0", Some(NetQueueCounters { drops, ..NetQueueCounters::default() }));
-        assert_eq!(drops(&[card(NetDrops::default()), queue("d0", None)]), None);
+        let nic = |drops| queue("c0", Some(NetQueueCounters { drops, ..NetQueueCounters::default() }));
+        assert_eq!(drops(&[nic(NetDrops::default()), queue("d0", None)]), None);
         let some = NetDrops::new(|why| match why {
             DropReason::NoRoom => 12,
             DropReason::Detached => 3,
             _ => 0,
         });
         let want = "QUEUE  DROPPED   FRAMES\nc0:1   no-room       12\nc0:1   detached       3\n";
-        assert_eq!(drops(&[queue("d0", None), card(some)]).as_deref(), Some(want));
+        assert_eq!(drops(&[queue("d0", None), nic(some)]).as_deref(), Some(want));
     }
 
     #[test]

@@ -112,7 +112,7 @@ impl Daemon {
     }
 
     pub(crate) fn signal(&self, signal: i32) {
-        // SAFETY: a child of ours that was not reaped, so the id is still its.
+        // SAFETY: a child of this process that was not reaped, so the id is still its.
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 

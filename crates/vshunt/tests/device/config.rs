@@ -88,7 +88,7 @@ fn the_write_cache_is_switched_while_it_runs() {
 
 #[test]
 fn the_switched_off_cache_survives_a_pause() {
-    // QEMU pauses a machine by GET_VRING_BASE and status 0, and says nothing of the cache when it goes on.
+    // QEMU pauses a machine by GET_VRING_BASE and status 0, and says nothing of the cache when it continues.
     let rig = Rig::ram(MIB, 1);
     for options in layouts() {
         let mut client = rig.connect("e", options);

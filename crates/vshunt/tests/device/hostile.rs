@@ -163,7 +163,7 @@ impl Field {
         self.load.iter().for_each(|l| l.progress(20));
     }
 
-    /// Queue 0 was broken: it says so everywhere, stands, and works again when it is started anew.
+    /// Queue 0 was broken: it says so everywhere, stands, and works again after a restart.
     fn broken_and_mended(&mut self, raw: &mut Raw, reason: &str) {
         raw.parts.kick();
         let said = self.rig.broken("e", 0);
@@ -173,7 +173,7 @@ impl Field {
         self.others_go_on();
         let base = self.machine.session.stop_ring(0).unwrap();
         assert_eq!(self.rig.queue("e", 0).state, "stopped");
-        // Its driver cleans the ring up and goes on where the device stopped.
+        // Its driver cleans the ring up and continues where the device stopped.
         if raw.parts.packed {
             raw.parts.desc.fill(0);
             (raw.avail, raw.wrap) = (base as u16 & 0x7fff, base & 1 << 15 != 0);
@@ -262,7 +262,7 @@ fn a_broken_queue_works_again_after_a_device_reset() {
     }
 }
 
-/// Requests that are wrong by themselves: each is answered, and the queue goes on.
+/// Requests that are wrong by themselves: each is answered, and the queue continues.
 #[test]
 fn bad_chains_are_answered_and_the_queue_goes_on() {
     for options in layouts() {
@@ -310,7 +310,7 @@ fn bad_chains_are_answered_and_the_queue_goes_on() {
             cases.push((what, vec![desc(addr, len, INDIRECT, 9)]));
             cases.push((what, vec![head, desc(addr, len, INDIRECT, 9)]));
         }
-        // An indirect descriptor that goes on; one inside a table; flags that contradict each other.
+        // An indirect descriptor that continues; one inside a table; flags that contradict each other.
         cases.push(("indirect and next", vec![desc(table, 32, INDIRECT | NEXT, 1), stat]));
         let inner = [desc(raw.at(0), 16, NEXT, 1), desc(table, 32, INDIRECT, 0)];
         let bytes: Vec<u8> = inner

@@ -109,7 +109,7 @@ fn as_many_slots_as_promised() {
 
 #[test]
 fn rings_wait_for_a_region_that_is_replaced() {
-    // QEMU removes a region that changes and adds it anew, rings running all the while.
+    // QEMU removes a region that changes and adds it again, rings running all the while.
     let rig = Rig::ram(2 * LOAD_BYTES, 2);
     for options in layouts() {
         let mut machine = Machine::connect(&rig.socket("e"), Options { queues: 2, ..options });

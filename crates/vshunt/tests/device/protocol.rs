@@ -152,7 +152,7 @@ fn malformed_messages_end_the_connection_and_nothing_else() {
         let end = stream.read_to_end(&mut answer);
         assert!(
             end.is_ok() || end.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionReset),
-            "case {i}: the connection goes on"
+            "case {i}: the connection continues"
         );
         other.read(0, 512);
     }
@@ -234,7 +234,7 @@ fn a_device_is_reset_and_used_anew() {
                     }
                     machine.session.reset_device().unwrap();
                 }
-                // A reset keeps the memory table; a driver that tells all of it anew takes it back first.
+                // A reset keeps the memory table; a driver that tells all of it again takes it back first.
                 let memory = machine.memory.clone();
                 for region in memory.regions() {
                     let payload = Payload::new().u64(0).u64(region.guest_addr).u64(region.size);

@@ -113,7 +113,7 @@ pub(crate) enum Backing {
     Ram,
     /// A file on a real file system, past the page cache.
     Direct,
-    /// The same by way of the page cache.
+    /// The same through the page cache.
     Buffered,
     /// A file in memory.
     Tmpfs,
@@ -381,7 +381,7 @@ impl Machine {
         self.session.start(&self.memory, &rings)
     }
 
-    /// Makes every ring anew, as a driver does after a reset.
+    /// Makes all rings again, as a driver does after a reset.
     pub(crate) fn renew(&mut self) {
         self.queues = (0..self.options.queues)
             .map(|q| Some(Queue::new(&self.memory, q, self.shape).unwrap()))

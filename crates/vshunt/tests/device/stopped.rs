@@ -176,7 +176,7 @@ fn a_disk_that_hangs_with_many_operations_stops_no_other() {
     rig.daemon.shutdown();
 }
 
-/// Waits for requests of a hung disk have limits. What fails leaves all as it was; a removal goes on by itself.
+/// Waits for requests of a hung disk have limits. What fails leaves all as it was; a removal continues by itself.
 #[test]
 fn commands_do_not_wait_for_a_disk_that_hangs() {
     let rig = Rig::new();

@@ -129,10 +129,10 @@ fn a_worker_a_queue() {
     let rig = Rig::new();
     rig.disk("d", Backing::Tmpfs, 8 * LOAD_BYTES, |_| {});
     rig.export("e", "d", 8, |spec| spec.workers = Workers::PerQueue);
-    let mut homes: Vec<_> = rig.daemon.queues().iter().map(|q| q.worker).collect();
-    homes.sort_unstable();
-    homes.dedup();
-    assert_eq!(homes.len(), 8);
+    let mut ids: Vec<_> = rig.daemon.queues().iter().map(|q| q.worker).collect();
+    ids.sort_unstable();
+    ids.dedup();
+    assert_eq!(ids.len(), 8);
     for options in layouts() {
         let mut machine = Machine::connect(&rig.socket("e"), Options { queues: 8, ..options });
         let load: Vec<_> = (0..8).map(|q| machine.load(q)).collect();

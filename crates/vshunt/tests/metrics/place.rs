@@ -126,7 +126,7 @@ fn the_backend_programs_and_the_configuration_file_have_it_too() {
         wait_for("its socket", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
         let exports = scrape(&socket).labels("vshunt_export_info", "export");
         assert_eq!(exports.into_iter().collect::<Vec<_>>(), ["blk"]);
-        // SAFETY: a child of ours that was not reaped, so the id is still its.
+        // SAFETY: a child of this process that was not reaped, so the id is still its.
         assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
         assert_eq!(wait(&mut child), 0);
         assert!(!socket.exists());

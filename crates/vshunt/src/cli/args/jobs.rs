@@ -207,7 +207,7 @@ pub(crate) enum BitmapCommand {
     /// Record writes
     ///
     /// Earlier writes are not in the bitmap. It is useful for incremental backups after the next
-    /// full backup that starts it anew.
+    /// full backup that restarts it.
     Enable {
         /// Name of the disk
         disk: String,
