@@ -10,11 +10,6 @@
 //! ring or by [`MAX_QUEUE_SIZE`]. An invalid structure is either a [`ChainFault`] (one request is
 //! bad, and the queue continues) or [`Broken`] (the ring itself is bad, and the queue must stop).
 
-#![allow(
-    clippy::multiple_unsafe_ops_per_block,
-    reason = "the accesses of a block are one step on a ring, within the same bounds"
-)]
-
 mod chain;
 mod packed;
 mod split;
@@ -173,13 +168,13 @@ impl DeviceRing {
                 return Err(RingError::Misaligned(name));
             }
         }
-        // SAFETY: size and alignment were checked; the caller upholds this function's contract.
-        unsafe {
-            if features.packed {
-                PackedRing::new(size, features, addrs, base).map(Self::Packed)
-            } else {
-                Ok(Self::Split(SplitRing::new(size, features, addrs, low_u16(base.into()))))
-            }
+        if features.packed {
+            // SAFETY: size and alignment were checked. The caller promises that the areas stay
+            // mapped with the lengths of `ring_sizes`, and that no other device uses them.
+            unsafe { PackedRing::new(size, features, addrs, base) }.map(Self::Packed)
+        } else {
+            // SAFETY: the same.
+            Ok(Self::Split(unsafe { SplitRing::new(size, features, addrs, low_u16(base.into())) }))
         }
     }
 

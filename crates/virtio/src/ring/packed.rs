@@ -72,11 +72,11 @@ impl PackedRing {
         base: u32,
     ) -> Result<Self, RingError> {
         let mut avail = Pos::from_bits(low_u16(base.into()));
-        // SAFETY: the slot is below the size. By the function's contract the descriptor ring is
-        // mapped; its alignment was checked.
-        let written = |slot: u16| unsafe {
-            let flags = addrs.desc.add(slot as usize * DESC_LEN + FLAGS);
-            raw::load_u16(flags, Ordering::Relaxed) & DESC_F_USED != 0
+        let written = |slot: u16| {
+            let flags = addrs.desc.wrapping_add(slot as usize * DESC_LEN + FLAGS);
+            // SAFETY: the slot is below the size. By the function's contract the descriptor ring is
+            // mapped; its alignment was checked.
+            unsafe { raw::load_u16(flags, Ordering::Relaxed) & DESC_F_USED != 0 }
         };
         // With wrap counter 0 at slot 0, some slot must have been used in the lap before.
         if base == 0 && !(0..size).any(written) {
@@ -130,7 +130,7 @@ impl PackedRing {
         // the driver stores last, without the rest. Acquire: later loads see the address and the
         // chain's other descriptors, too.
         // SAFETY: the descriptor ring stays mapped and is aligned to 16 (`DeviceRing::new`).
-        let word = unsafe { raw::load_u64(self.slot(self.avail.slot).add(WORD), Ordering::Acquire) };
+        let word = unsafe { raw::load_u64(self.slot(self.avail.slot).wrapping_add(WORD), Ordering::Acquire) };
         let owner = low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED);
         (owner == self.avail.avail_flags()).then_some(word)
     }
@@ -139,7 +139,7 @@ impl PackedRing {
     fn is_avail(&self, pos: Pos) -> bool {
         // SAFETY: a position's slot is below the size; the descriptor ring stays mapped and aligned
         // (`DeviceRing::new`).
-        let word = unsafe { raw::load_u64(self.slot(pos.slot).add(WORD), Ordering::Acquire) };
+        let word = unsafe { raw::load_u64(self.slot(pos.slot).wrapping_add(WORD), Ordering::Acquire) };
         low_u16(word >> 48) & (DESC_F_AVAIL | DESC_F_USED) == pos.avail_flags()
     }
 
@@ -180,7 +180,7 @@ impl PackedRing {
             track.begin();
         }
         // SAFETY: the available position is below the size; the ring stays mapped and aligned.
-        let addr = unsafe { raw::get_u64(desc.add(slot * DESC_LEN)) };
+        let addr = unsafe { raw::get_u64(desc.wrapping_add(slot * DESC_LEN)) };
         let first = RawDesc { addr, word };
         // The acquire in `load_avail` orders the loads of the chain's other descriptors. A driver
         // makes a chain available by its first descriptor's flags, so the flags of the others need
@@ -214,7 +214,7 @@ impl PackedRing {
         let id = loop {
             // SAFETY: a position's slot is below the size; the descriptor ring stays mapped and
             // aligned (`DeviceRing::new`).
-            let d = unsafe { RawDesc::read(self.addrs.desc.add(pos.slot as usize * DESC_LEN)) };
+            let d = unsafe { RawDesc::read(self.addrs.desc.wrapping_add(pos.slot as usize * DESC_LEN)) };
             left -= 1;
             pos = pos.advance(1, self.size);
             if let Some(track) = &mut self.inflight {
@@ -258,20 +258,20 @@ impl PackedRing {
         let write = if written != 0 { DESC_F_WRITE } else { 0 };
         let flags = self.used.used_flags() | write;
         let slot = self.slot(self.used.slot);
-        // SAFETY: inside the descriptor ring. The device owns the slots from the used to the
-        // available position.
-        unsafe {
-            // The address is not changed, because a driver does not read it. Length and id are one
-            // word, without the flags.
-            raw::put_u32(slot.add(WORD), written);
-            raw::put_u16(slot.add(WORD + 4), head.id);
-            if self.staged == 0 {
-                self.first_flags = flags;
-            } else {
-                // The driver reads used descriptors in order, and the first one of the batch still
-                // stops it.
-                raw::put_u16(slot.add(FLAGS), flags);
-            }
+        // The address is not changed, because a driver does not read it. Length and id are one word,
+        // without the flags.
+        // SAFETY: the slot is inside the descriptor ring, which stays mapped and aligned
+        // (`DeviceRing::new`). The device owns the slots from the used to the available position.
+        unsafe { raw::put_u32(slot.wrapping_add(WORD), written) };
+        // SAFETY: the same; the id of the descriptor.
+        unsafe { raw::put_u16(slot.wrapping_add(WORD + 4), head.id) };
+        if self.staged == 0 {
+            self.first_flags = flags;
+        } else {
+            // The driver reads used descriptors in order, and the first one of the batch still
+            // stops it.
+            // SAFETY: the same; the flags of the descriptor.
+            unsafe { raw::put_u16(slot.wrapping_add(FLAGS), flags) };
         }
         // `pop` returns no chain with zero or too many slots.
         let descs = head.descs.clamp(1, self.size);
@@ -295,7 +295,9 @@ impl PackedRing {
         // Release: the driver sees the batch's other descriptors, the length and id of this one,
         // and the device's writes to the buffers before the flags that it waits for.
         // SAFETY: inside the descriptor ring, which is aligned to 16.
-        unsafe { raw::store_u16(self.slot(old.slot).add(FLAGS), self.first_flags, Ordering::Release) };
+        unsafe {
+            raw::store_u16(self.slot(old.slot).wrapping_add(FLAGS), self.first_flags, Ordering::Release)
+        };
         self.published = new;
         // A full barrier between the flags and the driver's event suppression structure. The driver
         // stores the structure and then reads the flags again, so one side sees the store of the

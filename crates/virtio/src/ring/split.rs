@@ -58,7 +58,7 @@ impl SplitRing {
     /// That of [`super::DeviceRing::new`], which also checked size and alignment.
     pub(super) unsafe fn new(size: u16, features: RingFeatures, addrs: RingAddrs, base: u16) -> Self {
         // SAFETY: by the function's contract the used ring is mapped; its alignment was checked.
-        let used = unsafe { raw::load_u16(addrs.device.add(IDX), Ordering::Relaxed) };
+        let used = unsafe { raw::load_u16(addrs.device.wrapping_add(IDX), Ordering::Relaxed) };
         Self {
             addrs,
             mask: size - 1,
@@ -84,7 +84,7 @@ impl SplitRing {
     #[inline(always)]
     fn load_avail(&self) -> u16 {
         // SAFETY: the available ring stays mapped and is aligned to 2 (`DeviceRing::new`).
-        unsafe { raw::load_u16(self.addrs.driver.add(IDX), Ordering::Acquire) }
+        unsafe { raw::load_u16(self.addrs.driver.wrapping_add(IDX), Ordering::Acquire) }
     }
 
     #[inline]
@@ -112,7 +112,7 @@ impl SplitRing {
         }
         let slot = (self.next_avail & self.mask) as usize;
         // SAFETY: the slot is below the size; the ring stays mapped.
-        let head = unsafe { raw::get_u16(self.addrs.driver.add(ELEMS + 2 * slot)) };
+        let head = unsafe { raw::get_u16(self.addrs.driver.wrapping_add(ELEMS + 2 * slot)) };
         self.pop_head(mem, chain, head)?;
         self.next_avail = self.next_avail.wrapping_add(1);
         if let Some(track) = &mut self.inflight {
@@ -159,13 +159,13 @@ impl SplitRing {
     #[inline]
     pub(super) fn push(&mut self, head: Head, written: u32) {
         let slot = (self.next_used & self.mask) as usize;
-        // SAFETY: the slot is below the size. The used ring stays mapped, is aligned to 4, and the
-        // device owns it.
-        unsafe {
-            let elem = self.addrs.device.add(ELEMS + USED_LEN * slot);
-            raw::put_u32(elem, u32::from(head.id));
-            raw::put_u32(elem.add(4), written);
-        }
+        let elem = self.addrs.device.wrapping_add(ELEMS + USED_LEN * slot);
+        // SAFETY: the slot is below the size, so the element is in the used ring. The caller of
+        // `DeviceRing::new` promises that it stays mapped and that only this ring writes it; its
+        // alignment was checked there.
+        unsafe { raw::put_u32(elem, u32::from(head.id)) };
+        // SAFETY: the same; the second half of the element.
+        unsafe { raw::put_u32(elem.wrapping_add(4), written) };
         self.next_used = self.next_used.wrapping_add(1);
         if let Some(track) = &mut self.inflight {
             track.stage(head.id);
@@ -184,7 +184,7 @@ impl SplitRing {
         // Release: the driver sees the elements, and the device's writes to the buffers, before the
         // index.
         // SAFETY: the used ring stays mapped and is aligned to 4.
-        unsafe { raw::store_u16(self.addrs.device.add(IDX), new, Ordering::Release) };
+        unsafe { raw::store_u16(self.addrs.device.wrapping_add(IDX), new, Ordering::Release) };
         self.published = new;
         // A full barrier between the index and the driver's event index or flags. The driver stores
         // those and then reads the index again, so one side sees the store of the other (2.7.7,
@@ -222,7 +222,10 @@ impl SplitRing {
             // `used_event` follows the available ring (2.7.6).
             // SAFETY: `ring_sizes` includes it.
             let event = unsafe {
-                raw::load_u16(self.addrs.driver.add(ELEMS + 2 * self.size() as usize), Ordering::Relaxed)
+                raw::load_u16(
+                    self.addrs.driver.wrapping_add(ELEMS + 2 * self.size() as usize),
+                    Ordering::Relaxed,
+                )
             };
             need_event(event, new, old)
         } else {
@@ -268,7 +271,7 @@ impl SplitRing {
     #[inline]
     fn set_control(&mut self, offset: usize, value: u16) {
         // SAFETY: both offsets are inside the used ring, as `ring_sizes` defines it, and even.
-        unsafe { raw::store_u16(self.addrs.device.add(offset), value, Ordering::Relaxed) };
+        unsafe { raw::store_u16(self.addrs.device.wrapping_add(offset), value, Ordering::Relaxed) };
         if let Some(UsedLog { log, device_addr, .. }) = &self.log {
             log.mark(device_addr.wrapping_add(offset as u64), 2);
         }

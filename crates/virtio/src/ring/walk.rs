@@ -122,10 +122,10 @@ impl<'a> Fast<'a> {
         let Some(ptr) = self.find(addr, len) else { return false };
         debug_assert!(self.count(self.next) < MAX_DESCS);
         // SAFETY: `new` reserved memory for all descriptors that a chain can have.
-        unsafe {
-            self.next.write(Seg { ptr, len });
-            self.next = self.next.add(1);
-        }
+        unsafe { self.next.write(Seg { ptr, len }) };
+        // SAFETY: the end of the element that was written is inside the reserved memory, or at its
+        // end.
+        self.next = unsafe { self.next.add(1) };
         true
     }
 
@@ -163,10 +163,10 @@ impl<'a> Fast<'a> {
         }
         let (table, count) = self.table(d.addr, d.len())?;
         // SAFETY: `Self::table` returned a table of `count` descriptors, of which there is at least
-        // one.
-        unsafe {
-            self.split_list(table, count, RawDesc::read(table))?;
-        }
+        // one, aligned to 8.
+        let first = unsafe { RawDesc::read(table) };
+        // SAFETY: the same table.
+        unsafe { self.split_list(table, count, first)? };
         Some(1)
     }
 
@@ -188,7 +188,7 @@ impl<'a> Fast<'a> {
                 }
                 // SAFETY: `index` is below `count`, and the caller upholds this function's
                 // contract.
-                d = unsafe { RawDesc::read(table.add(index * DESC_LEN)) };
+                d = unsafe { RawDesc::read(table.wrapping_add(index * DESC_LEN)) };
             };
         }
         // There is a loop for each direction, so that one branch decides the kind of a descriptor
@@ -285,7 +285,7 @@ impl<'a> Fast<'a> {
         (0..count).all(|index| {
             // SAFETY: `index` is below `count`, the length of the table that `Self::table`
             // returned.
-            let d = unsafe { RawDesc::read(table.add(index * DESC_LEN)) };
+            let d = unsafe { RawDesc::read(table.wrapping_add(index * DESC_LEN)) };
             d.top() & DESC_F_INDIRECT == 0 && self.packed_buffer(d)
         })
     }
@@ -417,8 +417,9 @@ impl<'a> Careful<'a> {
         let mut index = head as usize;
         let mut descs = 0;
         loop {
-            // SAFETY: `index` is below `size`, and the caller upholds this function's contract.
-            let d = unsafe { RawDesc::read(desc.add(index * DESC_LEN)) };
+            // SAFETY: `index` is below `size`, and the caller promises that `desc` is readable for
+            // `size` descriptors and aligned to 8.
+            let d = unsafe { RawDesc::read(desc.wrapping_add(index * DESC_LEN)) };
             let flags = d.mid();
             descs += 1;
             if flags & DESC_F_INDIRECT == 0 {
