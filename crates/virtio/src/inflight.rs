@@ -13,11 +13,6 @@
 //! Some steps of the specification leave a window. The steps here leave a narrower one, and the
 //! specification's recovery can still read the region; see `packed.rs`.
 
-#![allow(
-    clippy::multiple_unsafe_ops_per_block,
-    reason = "the accesses of a block are one step on the region, within the same bounds"
-)]
-
 mod packed;
 mod split;
 
@@ -143,10 +138,13 @@ impl Inflight {
         if !base.addr().is_multiple_of(8) {
             return Err(InflightError::Misaligned);
         }
-        // SAFETY: both layouts start with features, version and desc_num; length and alignment were
-        // checked.
-        let (features, version, found) =
-            unsafe { (raw::get_u64(base), raw::get_u16(base.add(8)), raw::get_u16(base.add(10))) };
+        // SAFETY: both layouts start with features, version and desc_num. Length and alignment were
+        // checked, and the caller promises that the region is mapped.
+        let features = unsafe { raw::get_u64(base) };
+        // SAFETY: the same; the version.
+        let version = unsafe { raw::get_u16(base.wrapping_add(8)) };
+        // SAFETY: the same; the number of descriptors.
+        let found = unsafe { raw::get_u16(base.wrapping_add(10)) };
         match version {
             0 => {}
             VERSION if features == 0 => {

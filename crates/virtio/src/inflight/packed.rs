@@ -14,6 +14,11 @@
 //!   batch. If it dies there, those flags would look valid once the successor publishes anything.
 //!   Recovery turns them back.
 
+#![allow(
+    clippy::multiple_unsafe_ops_per_block,
+    reason = "the accesses of a block are one step on the region, within the same bounds"
+)]
+
 use alloc::sync::Arc;
 use alloc::vec;
 use alloc::vec::Vec;

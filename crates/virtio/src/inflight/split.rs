@@ -77,49 +77,71 @@ impl SplitTrack {
         unsafe { self.base.add(HEADER_LEN + ENTRY_LEN * index as usize) }
     }
 
+    /// Reads a field of 16 bits of the header.
+    #[inline(always)]
+    fn header_u16(&self, at: usize) -> u16 {
+        debug_assert!(at < HEADER_LEN);
+        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
+        unsafe { raw::get_u16(self.base.wrapping_add(at)) }
+    }
+
+    /// Writes a field of 16 bits of the header.
+    #[inline(always)]
+    fn put_header_u16(&mut self, at: usize, value: u16) {
+        debug_assert!(at < HEADER_LEN);
+        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
+        unsafe { raw::put_u16(self.base.wrapping_add(at), value) };
+    }
+
+    /// Writes whether a descriptor's request is in flight.
+    #[inline(always)]
+    fn put_in_flight(&mut self, index: u16, value: u8) {
+        // SAFETY: inside of the region, whose length `Inflight::new` checked: see `entry`.
+        unsafe { raw::put_u8(self.entry(index).wrapping_add(INFLIGHT_AT), value) };
+    }
+
     /// Writes an empty region. The version comes last and makes the region valid.
     fn format(&mut self, used: u16) {
-        // SAFETY: all inside of the region, whose length and alignment `Inflight::new` checked.
-        unsafe {
-            raw::put_u64(self.base, 0);
-            for index in 0..self.queue_size {
-                let entry = self.entry(index);
-                raw::put_u64(entry, 0);
-                raw::put_u64(entry.add(COUNTER_AT), 0);
-            }
-            raw::put_u16(self.base.add(DESC_NUM_AT), self.queue_size);
-            raw::put_u16(self.base.add(LAST_BATCH_HEAD_AT), 0);
-            raw::put_u16(self.base.add(USED_IDX_AT), used);
-            raw::put_u16(self.base.add(VERSION_AT), VERSION);
+        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
+        unsafe { raw::put_u64(self.base, 0) };
+        for index in 0..self.queue_size {
+            let entry = self.entry(index);
+            // SAFETY: inside of the region, as above.
+            unsafe { raw::put_u64(entry, 0) };
+            // SAFETY: the same; the second half of the entry.
+            unsafe { raw::put_u64(entry.wrapping_add(COUNTER_AT), 0) };
         }
+        self.put_header_u16(DESC_NUM_AT, self.queue_size);
+        self.put_header_u16(LAST_BATCH_HEAD_AT, 0);
+        self.put_header_u16(USED_IDX_AT, used);
+        self.put_header_u16(VERSION_AT, VERSION);
     }
 
     /// "When reconnecting": completes the last batch, and lists the requests in flight.
     fn repair(&mut self, size: u16, used: u16) -> Vec<Replay> {
-        // SAFETY: inside of the region, as in `format`; list indices are checked before use.
-        unsafe {
-            let recorded = raw::get_u16(self.base.add(USED_IDX_AT));
-            self.last_batch_head = raw::get_u16(self.base.add(LAST_BATCH_HEAD_AT));
-            if recorded != used {
-                let mut index = self.last_batch_head;
-                // A batch is at most as long as the ring. A larger difference means that the ring
-                // was started anew.
-                for _ in 0..used.wrapping_sub(recorded).min(self.queue_size) {
-                    if index >= self.queue_size {
-                        break;
-                    }
-                    raw::put_u8(self.entry(index).add(INFLIGHT_AT), 0);
-                    index = raw::get_u16(self.entry(index).add(NEXT_AT));
+        let recorded = self.header_u16(USED_IDX_AT);
+        self.last_batch_head = self.header_u16(LAST_BATCH_HEAD_AT);
+        if recorded != used {
+            let mut index = self.last_batch_head;
+            // A batch is at most as long as the ring. A larger difference means that the ring was
+            // started anew.
+            for _ in 0..used.wrapping_sub(recorded).min(self.queue_size) {
+                if index >= self.queue_size {
+                    break;
                 }
-                raw::put_u16(self.base.add(USED_IDX_AT), used);
+                self.put_in_flight(index, 0);
+                // SAFETY: inside of the region, because the index was checked above.
+                index = unsafe { raw::get_u16(self.entry(index).wrapping_add(NEXT_AT)) };
             }
+            self.put_header_u16(USED_IDX_AT, used);
         }
         let mut found: Vec<(u64, Replay)> = (0..size)
             .filter_map(|index| {
                 let entry = self.entry(index);
                 // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-                let (inflight, counter) =
-                    unsafe { (entry.add(INFLIGHT_AT).read_volatile(), raw::get_u64(entry.add(COUNTER_AT))) };
+                let inflight = unsafe { entry.wrapping_add(INFLIGHT_AT).read_volatile() };
+                // SAFETY: the same; the second half of the entry.
+                let counter = unsafe { raw::get_u64(entry.wrapping_add(COUNTER_AT)) };
                 let head = Head { id: index, descs: 0 };
                 (inflight == 1).then_some((counter, Replay { head, entry: index }))
             })
@@ -134,18 +156,15 @@ impl SplitTrack {
     pub(crate) fn take(&mut self, head: u16) {
         let entry = self.entry(head);
         // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-        unsafe {
-            raw::put_u64(entry.add(COUNTER_AT), self.counter);
-            raw::put_u8(entry.add(INFLIGHT_AT), 1);
-        }
+        unsafe { raw::put_u64(entry.wrapping_add(COUNTER_AT), self.counter) };
+        self.put_in_flight(head, 1);
         self.counter = self.counter.wrapping_add(1);
     }
 
     /// Records that a request was returned to the ring untouched. `head` is below the ring's size.
     pub(crate) fn untake(&mut self, head: u16) {
         if head < self.queue_size {
-            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-            unsafe { raw::put_u8(self.entry(head).add(INFLIGHT_AT), 0) };
+            self.put_in_flight(head, 0);
         }
     }
 
@@ -161,10 +180,9 @@ impl SplitTrack {
     pub(crate) fn before_publish(&mut self) {
         for &head in &self.staged {
             // SAFETY: inside of the region; `stage` checked the head.
-            unsafe {
-                raw::put_u16(self.entry(head).add(NEXT_AT), self.last_batch_head);
-                raw::put_u16(self.base.add(LAST_BATCH_HEAD_AT), head);
-            }
+            unsafe { raw::put_u16(self.entry(head).wrapping_add(NEXT_AT), self.last_batch_head) };
+            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
+            unsafe { raw::put_u16(self.base.wrapping_add(LAST_BATCH_HEAD_AT), head) };
             self.last_batch_head = head;
         }
     }
@@ -173,10 +191,9 @@ impl SplitTrack {
     pub(crate) fn after_publish(&mut self, used: u16) {
         for &head in &self.staged {
             // SAFETY: inside of the region; `stage` checked the head.
-            unsafe { raw::put_u8(self.entry(head).add(INFLIGHT_AT), 0) };
+            unsafe { raw::put_u8(self.entry(head).wrapping_add(INFLIGHT_AT), 0) };
         }
         self.staged.clear();
-        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-        unsafe { raw::put_u16(self.base.add(USED_IDX_AT), used) };
+        self.put_header_u16(USED_IDX_AT, used);
     }
 }
