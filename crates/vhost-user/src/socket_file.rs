@@ -2,9 +2,9 @@
 //! its owner.
 //!
 //! Exports, the control socket and the metrics server call this, from any thread and without
-//! holding locks: waiting for the lock of the folder may sleep.
+//! holding locks: they may wait for the lock of the folder, and for the end of a killed process.
 //!
-//! What must never happen: waiting for the process that owns the socket.
+//! What must never happen: waiting without a limit for the process that owns the socket.
 
 use std::fs;
 use std::io;
@@ -14,6 +14,7 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -26,6 +27,9 @@ const BACKLOG: i32 = 64;
 /// How often, 10 ms apart, the lock of the folder is tried. Other programs may hold the lock for
 /// other reasons.
 const LOCK_TRIES: u32 = 50;
+
+/// How long a listener of a process that was killed may stay open.
+const DYING_WAIT: Duration = Duration::from_millis(1000);
 
 /// Words for messages: the name of a kind of socket, and remedies.
 pub struct Words {
@@ -136,16 +140,41 @@ fn remove_stale(path: &Path, words: &Words) -> Result<()> {
     }
 }
 
-/// Returns whether a process listens at `path`. Does not wait: a listener whose backlog is full is
-/// live.
+/// Returns whether a process listens at `path`. Waits for [`DYING_WAIT`] at most. A listener whose
+/// backlog is full is live.
+///
+/// A killed process may have its listener open for a moment, and so may a child that it has forked
+/// just before. When that is closed, the connection hangs up, and the next attempt is refused. A live
+/// process may close the connection, too, but does not refuse another one.
 fn is_live(path: &Path) -> rustix::io::Result<bool> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    match rustix::net::connect(&fd, &SocketAddrUnix::new(path)?) {
-        Ok(()) | Err(Errno::AGAIN | Errno::INPROGRESS) => Ok(true),
+    let connect = || {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        match rustix::net::connect(&fd, &SocketAddrUnix::new(path)?) {
+            Ok(()) => Ok(Some(fd)),
+            Err(e) => Err(e),
+        }
+    };
+    let answer = |connected: rustix::io::Result<Option<OwnedFd>>| match connected {
+        Ok(_) | Err(Errno::AGAIN | Errno::INPROGRESS) => Ok(true),
         Err(Errno::CONNREFUSED) => Ok(false),
         Err(e) => Err(e),
+    };
+    let first = connect();
+    if let Ok(Some(fd)) = &first
+        && hangs_up(fd, DYING_WAIT)
+    {
+        return answer(connect());
     }
+    answer(first)
+}
+
+/// Waits until the other end of a connection is closed. Returns false after `limit`.
+fn hangs_up(fd: &OwnedFd, limit: Duration) -> bool {
+    let limit = Timespec::try_from(limit).expect("a second fits");
+    // A greeting of the other end does not count.
+    let mut fds = [PollFd::new(fd, PollFlags::RDHUP)];
+    poll(&mut fds, Some(&limit)).is_ok_and(|ready| ready > 0)
 }
 
 #[cfg(test)]
@@ -184,6 +213,33 @@ mod tests {
         for _ in 0..4 {
             assert_eq!(bind(&path, None, &WORDS).unwrap_err().kind(), Kind::Busy);
         }
+    }
+
+    #[test]
+    fn one_whose_process_is_ending_is_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let listener = UnixListener::bind(&path).unwrap();
+        // A copy of the listener, as a child of a killed process has it for a moment.
+        let ending = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            drop(listener);
+        });
+        bind(&path, None, &WORDS).unwrap();
+        ending.join().unwrap();
+    }
+
+    #[test]
+    fn one_that_closes_connections_and_listens_is_live() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let listener = UnixListener::bind(&path).unwrap();
+        let closes = std::thread::spawn(move || {
+            drop(listener.accept().unwrap());
+            listener
+        });
+        assert_eq!(bind(&path, None, &WORDS).unwrap_err().kind(), Kind::Busy);
+        drop(closes.join().unwrap());
     }
 
     #[test]
