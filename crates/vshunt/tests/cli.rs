@@ -438,6 +438,17 @@ fn a_workers_name_and_cpus_change_and_worker_0_stays() {
 }
 
 #[test]
+fn a_log_that_cannot_be_written_ends_nothing() {
+    let daemon = Daemon::start_with(&["-v"], |command| {
+        command.stderr(std::fs::File::options().write(true).open("/dev/full").unwrap());
+    });
+    // Each of these is logged.
+    daemon.ok(&["worker", "new"]);
+    daemon.ok(&["worker", "free", "1"]);
+    daemon.ok(&["status"]);
+}
+
+#[test]
 fn quiet_says_nothing() {
     let mut daemon = Daemon::start(&["-q"]);
     daemon.ok(&["quit"]);

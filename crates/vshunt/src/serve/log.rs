@@ -8,7 +8,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
-use std::io;
+use std::io::{self, Write};
 use std::time::Instant;
 
 use tracing::level_filters::LevelFilter;
@@ -35,9 +35,25 @@ pub(crate) fn start(program: &'static str, verbose: u8, quiet: bool) {
     let limited = level <= LevelFilter::INFO;
     let _ = tracing_subscriber::fmt()
         .with_max_level(level)
-        .with_writer(io::stderr)
+        .with_writer(|| Output)
         .event_format(Lines { program, journal, limited })
         .try_init();
+}
+
+/// Standard error, without errors. A line that cannot be written (a full disk, a pipe whose reader
+/// has ended) is dropped. Otherwise the library would report the error to stderr, too, fail again,
+/// and panic.
+struct Output;
+
+impl Write for Output {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let _ = io::stderr().write_all(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Returns whether stderr is the stream that JOURNAL_STREAM describes (systemd.exec(5)). The
@@ -132,7 +148,6 @@ where
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
     use std::sync::{Arc, Mutex};
 
     use super::*;
