@@ -34,11 +34,13 @@ class FrontEnd:
         self.queues, self.size = queues, size
         self._timeout_s = timeout_s
         self._fds = []
-        # In a queue's part: descriptors, the available ring, the used ring, each on a page of its own.
+        # In a queue's part: descriptors, the available ring, the used ring, each on a page of its
+        # own.
         self._avail_at = -(-16 * size // PAGE) * PAGE
         self._used_at = self._avail_at + -(-(6 + 2 * size) // PAGE) * PAGE
         self._stride = self._used_at + -(-(6 + 8 * size) // PAGE) * PAGE
-        # Ahead of the queues: a read request's header, the status bytes, the data that all reads share.
+        # Ahead of the queues: a read request's header, the status bytes, the data that all reads
+        # share.
         self._header_at, self._status_at, self._data_at, self._rings_at = 0, PAGE, 2 * PAGE, 3 * PAGE
         self._bytes = self._rings_at + queues * self._stride
         memory_fd = self._own(os.memfd_create("guest"))

@@ -24,7 +24,8 @@ ENGINES = ("user", "user,poll-us=0", "kernel")
 LAYOUTS = {"1 worker": "1", "per-queue": "per-queue"}
 MODULES = ("null_blk", "brd")
 
-# Completions where they are submitted, one hardware queue a CPU: nothing but the engines and the block layer.
+# Completions where they are submitted, one hardware queue a CPU: nothing but the engines and the
+# block layer.
 JOB = """
 need null_blk nr_devices=1 gb=1 queue_mode=2 irqmode=0
 need brd rd_nr=1 rd_size=131072

@@ -149,7 +149,7 @@ def round_of(b, rig, inside, pairs, rep, runs):
 
 def case(b):
     """vshunt against QEMU's own tap, throughput and CPU time."""
-    b.report.heading(CASE, "iperf3 in a guest under TCG, 2 vCPUs, all offloads, to the host and back: its network device by vshunt on a tap, and by QEMU's "
+    b.report.heading(CASE, "iperf3 in a guest under TCG, 2 vCPUs, all offloads, to the host and back: its NIC by vshunt on a tap, and by QEMU's "
                            "own tap without vhost")
     rig = r.Rig("bench-guest")
     rig.booted = 0

@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Finds, or sets up, the programs that vshunt is measured against: QEMU's storage daemon, and fio with its
-# libblkio engine (a vhost-user-blk client that neither side wrote).
+# Finds, or sets up, the programs that vshunt is measured against: QEMU's storage daemon, and fio
+# with its libblkio engine (a vhost-user-blk client that neither side wrote).
 #
 #   bench/peers.sh      into ${VSHUNT_PEERS:-/var/tmp/vshunt-peers}
 #
-# Root on Debian: a chroot of Debian's newest suite, from packages only, through the mirror in this machine's
-# own apt sources. About 2 GB and ten minutes the first time; a moment later on (the mounts again). Anyone
-# else, or with VSHUNT_NO_INSTALL=1 and no chroot yet: what is in PATH, and a note for what is not.
+# Root on Debian: a chroot of Debian's newest suite, from packages only, through the mirror in this
+# machine's own apt sources. About 2 GB and ten minutes the first time; a moment later on (the
+# mounts again). Anyone else, or with VSHUNT_NO_INSTALL=1 and no chroot yet: what is in PATH, and a
+# note for what is not.
 #
-# Called by run.py. stdout is for it, `key=value` a line: root (the chroot; empty: none), work (a folder with
-# the same path inside of the chroot and outside), qsd, fio (program as seen from root; empty: not there),
-# testpmd (a path outside of it) or testpmd_in_root, cloud_net (outside of it), and note (any number). Everything else goes to stderr. A failed set-up is a note, not a failure.
+# Called by run.py. stdout is for it, `key=value` a line: root (the chroot; empty: none), work (a
+# folder with the same path inside of the chroot and outside), qsd, fio (program as seen from root;
+# empty: not there), testpmd (a path outside of it) or testpmd_in_root, cloud_net (outside of it),
+# and note (any number). Everything else goes to stderr. A failed set-up is a note, not a failure.
 set -euo pipefail
 exec 3>&1 1>&2
 
@@ -29,7 +31,8 @@ mirror() {
   sed -nE 's/^URIs: *(\S+).*/\1/p; s/^deb (\[[^]]*\] )?(\S+) .*/\2/p' $files | sed -n '/debian\/\?$/{p;q}'
 }
 
-# A base system appears under its name only when it is whole, so that a set-up cut short starts again.
+# A base system appears under its name only when it is whole, so that a set-up cut short starts
+# again.
 make_base() {
   local from part=$root.part
   from=$(mirror)
@@ -45,7 +48,8 @@ make_base() {
   mv "$part" "$root"
 }
 
-# /dev brings /dev/shm along: images on tmpfs have the same path on both sides, as those in $work have.
+# /dev brings /dev/shm along: images on tmpfs have the same path on both sides, as those in $work
+# have.
 make_mounts() {
   local m
   for m in proc dev; do
@@ -91,7 +95,8 @@ use_chroot() {
   has_blkio chroot "$root" "$chroot_fio" || { say "note=fio in $root has no libblkio engine; remove $root to set it up again"; return 1; }
 }
 
-# With VSHUNT_PEERS_NET=1: cloud-hypervisor's network server where somebody built it; nothing here does.
+# With VSHUNT_PEERS_NET=1: cloud-hypervisor's network server where somebody built it; nothing here
+# does.
 use_cloud_net() {
   local program=${VSHUNT_CH_NET:-$dir/bin/vhost_user_net}
   [ "${VSHUNT_PEERS_NET:-}" = 1 ] || return 0
@@ -102,7 +107,8 @@ use_cloud_net() {
   fi
 }
 
-# With VSHUNT_PEERS_NET=1, for the cases about networks: dpdk-testpmd from PATH, or else from the chroot ($1; empty: none).
+# With VSHUNT_PEERS_NET=1, for the cases about networks: dpdk-testpmd from PATH, or else from the
+# chroot ($1; empty: none).
 use_testpmd() {
   [ "${VSHUNT_PEERS_NET:-}" = 1 ] || return 0
   if command -v dpdk-testpmd >/dev/null; then say "testpmd=$(command -v dpdk-testpmd)"; return 0; fi

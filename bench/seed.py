@@ -124,8 +124,9 @@ PEERS_QCOW2 = {
     ],
 }
 
-# QEMU's FUSE export with several queues, published with the patches: thousand IOPS, one thread and four with a
-# channel each. By (backend, pattern, engine): at 4 jobs (one thread, four), at 1 job (four, change in per cent).
+# QEMU's FUSE export with several queues, published with the patches: thousand IOPS, one thread and
+# four with a channel each. By (backend, pattern, engine): at 4 jobs (one thread, four), at 1 job
+# (four, change in per cent).
 FUSE_SOURCE = "the table that started this: QEMU, fio on hardware unlike ours, one thread and four threads with a channel each"
 _FUSE_ORDER = [("s", "aio"), ("r", "aio"), ("s", "psync"), ("r", "psync")]
 _FUSE_ROWS = {

@@ -22,7 +22,8 @@ have() { command -v "$1" >/dev/null 2>&1; }
 
 debian_root() { [ "$(id -u)" = 0 ] && have apt-get && have dpkg; }
 
-# Prints the Python that has pytest with its plugins, for the tests: the system's, or the virtual environment of scripts/packages.
+# Prints the Python that has pytest with its plugins, for the tests: the system's, or the virtual
+# environment of scripts/packages.
 pytest_python() {
     local python
     for python in python3 /usr/bin/python3 "$CACHE/tools/python/bin/python3"; do
@@ -36,7 +37,8 @@ pytest_python() {
 
 have_toolchain() { have rustup && rustup toolchain list 2>/dev/null | grep -q "^$1"; }
 
-# TERM for each process id given, KILL for what does not end within three seconds. Only for our own children.
+# TERM for each process id given, KILL for what does not end within three seconds. Only for our own
+# children.
 end_children() {
     local pid n
     for pid in "$@"; do kill -TERM "$pid" 2>/dev/null || true; done

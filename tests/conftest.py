@@ -31,14 +31,16 @@ MARKS = {
     "kernel-net": ("vm", "kernel", "slow"),
 }
 
-# Folders that take longest, so that a run with several processes starts with them. Those with few long tests come before
-# those with many short ones: a process takes its next tests while its last two have not ended yet.
+# Folders that take longest, so that a run with several processes starts with them. Those with few
+# long tests come before those with many short ones: a process takes its next tests while its last
+# two have not ended yet.
 LONGEST = ("kernel", "kernel-relay", "kernel-net", "fuse", "net", "guest", "guest-kill", "vmm-kill", "kill9", "qcow2", "backup", "snapshot", "image")
 
 # Folders that stay on one process together: they build the kernel module in the same place.
 TOGETHER = {"kernel-relay": "kernel", "kernel-net": "kernel"}
 
-# Folders whose files may run side by side. The files of the others share something: a setting of the kernel, a network.
+# Folders whose files may run side by side. The files of the others share something: a setting of
+# the kernel, a network.
 SPREAD = ("backup", "bad-input", "image", "net", "net-load", "qcow2", "snapshot")
 
 
@@ -56,7 +58,8 @@ def pytest_configure(config):
     os.environ["PYTHONPATH"] = str(HERE / "lib")
     if hasattr(config, "workerinput"):
         return
-    # Programs that a killed worker leaves behind become children of this process, which kills them at the end.
+    # Programs that a killed worker leaves behind become children of this process, which kills them
+    # at the end.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupted)
@@ -198,7 +201,8 @@ def clock():
     guardian.end()
 
 
-# What a guarded test may take: over it, it hangs. The longest takes some ten seconds where nothing else runs.
+# What a guarded test may take: over it, it hangs. The longest takes some ten seconds where nothing
+# else runs.
 GUARDED_S = 180.0
 
 

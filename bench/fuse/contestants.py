@@ -12,7 +12,8 @@ FLOORS = {1: "floor 1", 2: "floor 2", 4: "floor 4"}
 FLOORS_RING = {"pinned": "floor pinned", "free": "floor free"}
 DEV_1, DEV_2, DEV_4, PINNED, FREE = "dev 1", "dev 2", "dev 4", "ring pinned", "ring free"
 PASSTHROUGH, HOST = "passthrough", "host fio"
-# What stands behind `type=fuse,...` of each. The io_uring transport has a queue for each CPU that there could be.
+# What stands behind `type=fuse,...` of each. The io_uring transport has a queue for each CPU that
+# there could be.
 LAYOUTS = {
     DEV_1: "transport=dev,queues=1,workers=per-queue",
     DEV_2: "transport=dev,queues=2,workers=per-queue",
@@ -22,7 +23,8 @@ LAYOUTS = {
     PASSTHROUGH: "transport=dev,queues=1,growable=on,passthrough=auto",
 }
 RINGS = (PINNED, FREE)
-# The floor that a layout is held against: the same transport, as many threads as it has queues, placed alike.
+# The floor that a layout is held against: the same transport, as many threads as it has queues,
+# placed alike.
 FLOOR_OF = {DEV_1: FLOORS[1], DEV_2: FLOORS[2], DEV_4: FLOORS[4], PINNED: FLOORS_RING["pinned"], FREE: FLOORS_RING["free"]}
 # For whom the kernel has to allow FUSE over io_uring.
 OVER_URING = (*RINGS, *FLOORS_RING.values())

@@ -101,7 +101,8 @@ def bounded(argv):
         out = process.communicate(timeout=ANSWER_TIMEOUT_S)[0]
         return out if process.returncode == 0 else None
     except subprocess.TimeoutExpired:
-        # Not waited for: a process that waits for a dead FUSE server cannot be killed before the connection is aborted.
+        # Not waited for: a process that waits for a dead FUSE server cannot be killed before the
+        # connection is aborted.
         process.kill()
         return None
 

@@ -8,8 +8,9 @@ from fuse.contestants import DEV_1, DEV_2, DEV_4, FLOOR_OF, FREE, PINNED
 FLOOR_SHARE = 0.9
 # Layouts that are judged by reads of 128k.
 LARGE = (DEV_1, DEV_2, DEV_4, PINNED)
-# What programs that do nothing else reached on null on another day, on a machine of the class that vshunt is built on (2
-# vCPUs, Linux 6.18): thousand IOPS of `aio:rr|rw:64:1` and `:4`. Printed beside the floor of the run; they decide nothing.
+# What programs that do nothing else reached on null on another day, on a machine of the class that
+# vshunt is built on (2 vCPUs, Linux 6.18): thousand IOPS of `aio:rr|rw:64:1` and `:4`. Printed
+# beside the floor of the run; they decide nothing.
 FLOOR_CPUS = 2
 FLOORS_OLDER = {
     DEV_1: {"rr": (452, 297), "rw": (385, 269)},

@@ -21,7 +21,8 @@ WRITTEN_BYTES = GIB
 WRITTEN_JOBS = [f"{rw}:{depth}:{queues}" for rw in ("rr", "rw") for depth in (32, 128) for queues in (1, 4)]
 WRITTEN_QUICK = ["rr:128:1", "rr:128:4", "rw:128:1", "rw:128:4"]
 CLUSTER_BYTES = 64 << 10
-# So large that in a run of a second or two hardly a block is drawn twice; its map is 16 MiB and stays in memory.
+# So large that in a run of a second or two hardly a block is drawn twice; its map is 16 MiB and
+# stays in memory.
 THIN_BYTES = 128 * GIB
 # Each cluster that is allocated takes 64 KiB of the file (4 KiB with vshunt on tmpfs).
 THIN_ROOM_BYTES = 8 * GIB
@@ -86,7 +87,8 @@ def _written(b, name, folder, memory):
             ring = [peer(b.tools, image.qcow2, PEER_URING, "io_uring")]
             mine = [ours(b.tools, image.raw, RAW, "1", "raw"), ours(b.tools, image.qcow2, OURS, "1"),
                     ours(b.tools, image.raw, RAW_EACH, "per-queue", "raw"), ours(b.tools, image.qcow2, EACH, "per-queue")]
-            # With io_uring and several queues the daemon ends in the middle (see README, Hangs); one row shows how fast it is.
+            # With io_uring and several queues the daemon ends in the middle (see README, Hangs);
+            # one row shows how fast it is.
             plan = []
             for job in jobs:
                 others = takers + ring if (job.depth, job.queues) == (128, 1) else takers

@@ -317,7 +317,8 @@ def test_descriptors_whose_close_waits_one_after_the_other_then_kill_9(closes):
         closes.serves("bad")
         answer = closes.order(*kick)
         r.require(answer == p.REFUSED, f"the kick was {answer}")
-    # The server's connection has ended, so what was open could be closed, and descriptors are received again.
+    # The server's connection has ended, so what was open could be closed, and descriptors are
+    # received again.
     closes.serves("bad")
     r.require(daemon.child.stop() == 0, f"the daemon ended badly: {daemon.child.tail()}")
 

@@ -66,7 +66,8 @@ def hung_file(rig):
     path = rig.image("hung.mnt", 0)
     export = f"type=fuse,name=f,disk=d,mountpoint={path},writable=on"
     server = r.Daemon(rig, "--disk", f"name=d,format=ram,size={p.MEMORY}", "--export", export, name="hung")
-    # The first close tells the kernel that closing asks the server nothing. Otherwise each close would wait, also this process's.
+    # The first close tells the kernel that closing asks the server nothing. Otherwise each close
+    # would wait, also this process's.
     os.close(os.open(path, os.O_RDWR))
     fd = os.open(path, os.O_RDWR)
     try:

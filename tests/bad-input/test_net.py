@@ -211,7 +211,8 @@ def test_commands_to_a_daemon(networks):
     r.require(daemon.stop() == 0, daemon.tail())
 
 
-# Opens a tap so many times and continues as another program, which finds the descriptors in place of FDS.
+# Opens a tap so many times and continues as another program, which finds the descriptors in place
+# of FDS.
 WITH_TAPS = """
 import fcntl, os, struct, sys
 name, count, argv = sys.argv[1], int(sys.argv[2]), sys.argv[3:]

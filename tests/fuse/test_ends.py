@@ -21,7 +21,8 @@ import rig as r
 MIB = 1 << 20
 KILLS = 5
 
-# The writer's part of the image; fio has what lies behind it, and dd reads all of it, which takes it half a minute.
+# The writer's part of the image; fio has what lies behind it, and dd reads all of it, which takes
+# it half a minute.
 BLOCK = 4096
 SLOTS = 512
 IMAGE_SIZE = SLOTS * BLOCK + fuse_fio.FIO_JOBS * fuse_fio.FIO_REGION + 512 * MIB
@@ -54,8 +55,9 @@ class Callers:
     """A writer, fio and dd on a mount, to be cut off."""
 
     def __init__(self, suite, name, path, turn):
-        # fio opens its file again and again. By its path it could get the file below a mount that has just gone, and
-        # would go on writing there; through this descriptor it gets the mount's, or an error.
+        # fio opens its file again and again. By its path it could get the file below a mount that
+        # has just gone, and would go on writing there; through this descriptor it gets the mount's,
+        # or an error.
         self.held = os.open(path, os.O_RDONLY)
         held = f"/proc/{os.getpid()}/fd/{self.held}"
         self.writer = r.Child(suite.rig, f"{name}-writer", [sys.executable, "-B", __file__, "writer", path, turn])

@@ -31,7 +31,8 @@ def test_images_that_end_within_a_sector(suite):
             m.same(mount.path, content, f"{size} bytes")
             r.require(image.stat().st_size == size, "to be read made the image longer")
             with m.Opened(mount.path) as fd:
-                # A write before the end of the file, and one across it: what the sector has besides stays.
+                # A write before the end of the file, and one across it: what the sector has besides
+                # stays.
                 os.pwrite(fd, b"x", 0)
                 r.require(os.pwrite(fd, b"yz", rounded(size) - 2) == 2, "a short write")
                 os.fsync(fd)

@@ -20,7 +20,8 @@ def test_little_address_space(suite):
     """A daemon whose address space is limited: `auto` chooses dev, says why, and serves."""
     suite.ours()
     with contextlib.ExitStack() as stack:
-        # Else each thread of libc's takes as much address space for its own as it can get, and none is left for a stack.
+        # Else each thread of libc's takes as much address space for its own as it can get, and none
+        # is left for a stack.
         stack.callback(os.environ.pop, "MALLOC_ARENA_MAX", None)
         os.environ["MALLOC_ARENA_MAX"] = "1"
         limited(suite)

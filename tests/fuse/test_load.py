@@ -259,7 +259,8 @@ def test_interrupt_callers_killed_while_the_backend_has_their_requests(suite):
     name = f"interrupt-{suite.transport}"
     image = suite.image(f"{name}.img", 8 * MIB)
     content = m.fill(image, 8 * MIB, ((0, 8 * MIB),), 61)
-    # A backend that can be held up: the image is itself a file that another daemon serves, and that one is stopped.
+    # A backend that can be held up: the image is itself a file that another daemon serves, and that
+    # one is stopped.
     below = r.Daemon(
         suite.rig, "--disk", f"name=b,file={image}", "--export",
         f"type=fuse,name=g0,disk=b,mountpoint={suite.rig.dir / name}.below,transport=dev,passthrough=off", name=f"{name}-below",

@@ -80,7 +80,8 @@ class Fixed(m.Fixture):
         r.require(seen.st_nlink == 1, f"{seen.st_nlink} links")
         r.require(seen.st_blksize >= 512 or self.suite.peer, f"block size {seen.st_blksize}")
         r.require(f" {SIZE} " in r.run(["stat", self.mount.path]).stdout, "stat(1) sees another size")
-        # Asking for the birth time is a request of its own (STATX), with all the rest in its answer.
+        # Asking for the birth time is a request of its own (STATX), with all the rest in its
+        # answer.
         told = r.run(["stat", "-c", "%w %s %b %a %u", self.mount.path]).stdout.split()
         want = ["-", str(SIZE), str(seen.st_blocks), f"{seen.st_mode & 0o777:o}", str(seen.st_uid)]
         r.require(told == want or self.suite.peer, f"with the birth time stat says {told}, not {want}")

@@ -25,7 +25,8 @@ DISK_SIZE = 16 * MIB
 
 # Kills for each transport; `--kills` changes it.
 KILLS = 100
-# How soon a killed daemon is gone, besides stalls of the machine; and when one is given up that is not.
+# How soon a killed daemon is gone, besides stalls of the machine; and when one is given up that is
+# not.
 GONE_S, GIVEN_UP_S = 1.0, 10.0
 LOAD_THREADS = 4
 LOAD_BYTES = 4096

@@ -70,7 +70,8 @@ class TestChanges:
                     del was[which]
                     r.require(self.contents(name) == before, f"{of} {which}: the disk is another")
                 elif kind == "resize" and not (v2 and was):
-                    # A multiple of all cluster sizes: QEMU keeps what is behind the end of a cluster.
+                    # A multiple of all cluster sizes: QEMU keeps what is behind the end of a
+                    # cluster.
                     size = rand.randrange(1, 20) << 20
                     run("resize", "-q", "--shrink", name, size)
                     now = self.contents(name)

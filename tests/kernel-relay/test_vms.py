@@ -23,7 +23,8 @@ DEVICE_SKIPPED = {
     "more than 64 queues": ("as_many_queues_as_can_be",),
     "null disks": ("chains_longer_than_seg_max_on_null_disks",),
     "thin images": ("in_a_thin_image", "only_what_outlives_us", "chains_longer_than_seg_max_on_thin_disks"),
-    # As vhost's core has it: a chain that cannot be translated breaks the ring, and the reason has one wording.
+    # As vhost's core has it: a chain that cannot be translated breaks the ring, and the reason has
+    # one wording.
     "answers to chains that lie about addresses": (
         "bad_chains_are_answered",
         "buffer_across_adjoining_regions",
@@ -32,7 +33,8 @@ DEVICE_SKIPPED = {
         "available_index_that_jumps",
         "full_error_descriptor",
     ),
-    # It takes what Linux guests send, several ranges of any size; where they are not offered the type is unknown.
+    # It takes what Linux guests send, several ranges of any size; where they are not offered the
+    # type is unknown.
     "limits of DISCARD and WRITE_ZEROES": ("discard_and_write_zeroes_refused", "more_than_the_maximum", "a_read_only_export"),
     "workers of this process": (
         "a_worker_is_made_used_and_freed",

@@ -77,7 +77,8 @@ echo "inner sum $(sha256sum </pattern)"
 dd if=/pattern of=/dev/vda bs=64k seek=64 conv=fsync 2>/dev/null && echo "ok nested: the guest wrote and flushed" \\
     || echo "not ok nested: the guest cannot write"
 echo "inner end"
-# Without ACPI, whose tables take half of the boot to read, it cannot power off; this QEMU ends with a reset.
+# Without ACPI, whose tables take half of the boot to read, it cannot power off; this QEMU ends with
+# a reset.
 reboot -f
 """
 

@@ -67,7 +67,8 @@ result "choosing: and says why" sh -c "vshunt status --json | grep 'engine-reaso
 result "choosing: it ends" vshunt quit
 export VSHUNT_CONTROL=$C
 chmod 600 /dev/ram0
-# A container, as far as it matters here: threads have other numbers than the kernel names its workers by.
+# A container, as far as it matters here: threads have other numbers than the kernel names its
+# workers by.
 contained() { unshare --pid --fork --mount-proc sh -c 'vshunt serve -q -c /tmp/c --disk name=d0,file=/dev/ram0 \
     --export type=vhost-user-blk,name=e0,disk=d0,socket=/tmp/s,queues=2,workers=2,engine=kernel' & }
 contained
@@ -292,7 +293,8 @@ works() {
         sleep 0.05
     done
 }
-# goes_on DISK ENGINE...: daemons of these engines are killed one after the other, and the guest goes on.
+# goes_on DISK ENGINE...: daemons of these engines are killed one after the other, and the guest
+# goes on.
 goes_on() {
     disk=$1
     shift
@@ -327,8 +329,8 @@ result "ends: the module can go" unloads
 """
 )
 
-# What holds for rings that are served here holds for those that are handed over: the same tests (crates/vshunt/tests/device)
-# with engine=kernel.
+# What holds for rings that are served here holds for those that are handed over: the same tests
+# (crates/vshunt/tests/device) with engine=kernel.
 DEVICE = (
     COMMON
     + """

@@ -29,7 +29,8 @@ TROUBLE = re.compile(
     r"|Redzone|Poison overwritten|Object already free|Objects remaining|still has objects|slab error|Kernel panic"
     r"|sleeping function|list_(add|del) corruption|stack-protector|usercopy|kmemleak: [1-9]|ODEBUG|UBSAN|suspicious RCU|Out of memory"
 )
-# Bits of /proc/sys/kernel/tainted that a module from outside of the tree sets: it is one, and it is not signed.
+# Bits of /proc/sys/kernel/tainted that a module from outside of the tree sets: it is one, and it is
+# not signed.
 TAINT_OURS = 1 << 12 | 1 << 13
 
 INIT = """#!/bin/busybox sh
@@ -76,9 +77,9 @@ fails() {
     case $said in *"$words"*) ;; *) echo "failed otherwise: $said"; return 1 ;; esac
 }
 
-# What the module allocated and did not free, by the owners that slub_debug notes: ours is among the innermost callers.
-# Further out it is where a disk allocates for a bio of vhost_blk, and keeps it. Addresses of an unloaded module may be
-# another's by now. Of vmalloc there is a list of its own.
+# What the module allocated and did not free, by the owners that slub_debug notes: ours is among the
+# innermost callers. Further out it is where a disk allocates for a bio of vhost_blk, and keeps it.
+# Addresses of an unloaded module may be another's by now. Of vmalloc there is a list of its own.
 left_over() {
     cat /sys/kernel/debug/slab/*/alloc_traces | awk -v RS= -v FS='\\n' '
         /do_init_module|copy_process/ { next }
@@ -221,9 +222,10 @@ def of_another_kernel(module):
     return module.replace(versions, others)
 
 
-# A breakpoint in the kernel's own text whose patching has ended: several vCPUs under TCG kept translated code that was
-# replaced (QEMU before 8.1; its developers met it as "int3" in boots of Linux, some in a thousand). With all vCPUs in
-# one thread it cannot happen. In a module's text, ours above all, it is a fault like others.
+# A breakpoint in the kernel's own text whose patching has ended: several vCPUs under TCG kept
+# translated code that was replaced (QEMU before 8.1; its developers met it as "int3" in boots of
+# Linux, some in a thousand). With all vCPUs in one thread it cannot happen. In a module's text,
+# ours above all, it is a fault like others.
 STALE_INT3 = re.compile(r"Oops: int3: 0000(?:(?!RIP: )[\s\S])*RIP: 0010:\w+\+0x\w+/0x\w+\s*$", re.M)
 
 

@@ -64,7 +64,8 @@ class Ring:
         self.chance, self.memory, self.index, self.size = chance, memory, index, size
         self.packed, self.net = packed, net
         self.at = index * PLACE
-        # The next free place of the ring; where a packed one has come round, its wrap counter changes.
+        # The next free place of the ring; where a packed one has come round, its wrap counter
+        # changes.
         self.offered, self.wrap = 0, True
         self.kick = self.call = None
 

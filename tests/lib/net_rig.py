@@ -120,7 +120,8 @@ class Net(r.Daemon):
         r.require(not os.path.exists("/sys/class/net/vs0"), "the tap is left behind")
 
 
-# Addresses of the two guests of a switch, and those of their exports: the first is that of the NICs.
+# Addresses of the two guests of a switch, and those of their exports: the first is that of the
+# NICs.
 A_MAC, B_MAC = f.GUEST_MAC, f.HOST_MAC
 MACS = (MAC, "52:54:00:12:34:57")
 

@@ -9,7 +9,8 @@ import time
 import rig as r
 
 MIB = 1 << 20
-# As many kinds of images as differ in how they are read: name, options of qemu-img create, size in MiB.
+# As many kinds of images as differ in how they are read: name, options of qemu-img create, size in
+# MiB.
 KINDS = (
     ("plain", "", 64),
     ("v2", "compat=0.10", 64),

@@ -25,7 +25,8 @@ def every():
         for size in sizes:
             yield {"compat": "0.10", "cluster_size": size}, "zlib", below
         for size, width, sub, lazy, data in itertools.product(sizes, widths, on_off, on_off, ("", "plain", "raw")):
-            # What the format does not have: subclusters of less than a sector; a raw data file over another image.
+            # What the format does not have: subclusters of less than a sector; a raw data file over
+            # another image.
             if sub == "on" and size < 32 * 512 or data == "raw" and below:
                 continue
             options = {"cluster_size": size, "refcount_bits": width, "extended_l2": sub, "lazy_refcounts": lazy}

@@ -20,7 +20,8 @@ os.environ.setdefault("VSHUNT_SANDBOX", "kill")
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Nothing that a rig waits for takes this long, on a machine ten times as slow as ours neither; what does, hangs.
+# Nothing that a rig waits for takes this long, on a machine ten times as slow as ours neither; what
+# does, hangs.
 WAIT_S = 90.0
 
 

@@ -90,8 +90,9 @@ class Guest:
             chardev += ",reconnect-ms=500" if version >= (9, 2) else ",reconnect=1"
         self.console = rig.dir / f"{name}.console"
         if net:
-            # Two vectors a pair, one for changes, one for the control queue; no boot ROM. 7.2 without KVM has no memory for
-            # what it keeps of vectors, and falls when vhost-user's are unmasked.
+            # Two vectors a pair, one for changes, one for the control queue; no boot ROM. 7.2
+            # without KVM has no memory for what it keeps of vectors, and falls when vhost-user's
+            # are unmasked.
             vectors = 2 * queues + 2 if version >= (8, 0) else 0
             device = f"virtio-net-pci,netdev=net,mac={net},mq=on,vectors={vectors},romfile="
         else:
@@ -206,7 +207,8 @@ done
 {FIO_END}"""
 
 
-# Shell: a file system on the disk, with the file /mnt/sum in it; says `mounted`, and its checksum as `sum`.
+# Shell: a file system on the disk, with the file /mnt/sum in it; says `mounted`, and its checksum
+# as `sum`.
 FILE_SYSTEM = """
 mkfs.ext4 -q -F /dev/vda && mount -t ext4 /dev/vda /mnt && say mounted
 dd if=/dev/urandom of=/mnt/sum bs=1M count=16 2>/dev/null

@@ -35,8 +35,9 @@ SEEDS = [os.environ["VSHUNT_SEED"]] if os.environ.get("VSHUNT_SEED") else [5, 7,
 LATE_S = 1.0
 # What memory may be more than before: allocators keep some of what was freed.
 RSS_SLACK = 32 << 20
-# How many mappings without a name may be more: the C library keeps up to eight arenas a CPU, of two mappings each, and stacks of
-# threads that ended, up to 40 MiB, each of 2 MiB beside a page that guards it. Memory of front ends has a name.
+# How many mappings without a name may be more: the C library keeps up to eight arenas a CPU, of two
+# mappings each, and stacks of threads that ended, up to 40 MiB, each of 2 MiB beside a page that
+# guards it. Memory of front ends has a name.
 ANONYMOUS_SLACK = 2 * 8 * (os.cpu_count() or 1) + 2 * 20
 
 

@@ -187,7 +187,8 @@ def test_wrong_commands(rig):
                 ring.add(segs)
                 ring.publish()
                 r.require(ring.pop(r.WAIT_S) is not None and nic.ram[segs[-1][0]] == ERR, f"{segs} is not refused")
-            # In as many pieces as there are bytes, with an answer of many bytes; and two that mean nothing here.
+            # In as many pieces as there are bytes, with an answer of many bytes; and two that mean
+            # nothing here.
             got = nic.command(*(bytes([b]) for b in b"\x04\0\x02\0"), answer=64)
             r.require(got == (OK, 1), f"{got}")
             obeys(nic, pairs_set(1))

@@ -115,10 +115,12 @@ def test_the_host_while_two_uplinks_make_a_loop(rig):
                 n.ip("link", "set", f"vx{k}", "master", f"br{k}", "up")
             r.wait_for("a blocked uplink", lambda: net.port("u1")["state"] == "blocked")
             nic, hosts = net.nic(0), [f.Host(f"br{k}") for k in range(2)]
-            # A tap's own address is its bridge's, too. Those of br1 are behind the uplink that is blocked.
+            # A tap's own address is its bridge's, too. Those of br1 are behind the uplink that is
+            # blocked.
             addresses = [(k, mac_of(f"{name}{k}")) for k in range(2) for name in ("br", "vs")]
             for number, (k, address) in enumerate(addresses):
-                # The host begins: frames that went round before the loop was found have told its bridges wrong places.
+                # The host begins: frames that went round before the loop was found have told its
+                # bridges wrong places.
                 frame = f.frame(10 + number, 200, ALL if number == 0 else A, address)
                 hosts[k].send(frame)
                 r.require(got(nic, f"the host's frame from {text(address)}") == frame, "another frame came")

@@ -117,7 +117,8 @@ def test_super_frames_with_tags_added_and_removed(rig, kind):
             data, head = o.payload(size), kind.header(o.MSS if size > o.MSS else 0)
             flags, gso, hdr_len, gso_size, start, offset = struct.unpack("<BBHHHH", head[:10])
             moved = struct.pack("<BBHHHH", flags, gso, hdr_len and hdr_len + 4, gso_size, start + 4, offset)
-            # Untagged to all: to a trunk that takes it, to one that does not, to an access port that does not.
+            # Untagged to all: to a trunk that takes it, to one that does not, to an access port
+            # that does not.
             frame = kind.frame(ALL, A, data)
             access.transmit(frame, head, cuts=(5, 40))
             seen = trunk.take()

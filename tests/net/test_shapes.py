@@ -10,7 +10,8 @@ pytestmark = pytest.mark.usefixtures("net_guest")
 
 KINDS = {"split": [], "packed": ["packed"], "plain": ["plain"], "packed-plain": ["packed", "plain"]}
 WORKERS = ("per-queue", "1", "per-cpu")
-# How queues are distributed over workers does not depend on the kind of rings. So each way is tried with split rings only.
+# How queues are distributed over workers does not depend on the kind of rings. So each way is tried
+# with split rings only.
 SHAPES = [
     (pairs, kind, workers)
     for pairs in (1, 2, 4)

@@ -116,7 +116,8 @@ def test_forwarding(rig, testpmd, pairs, keys):
         got = pmd.stop()[0]
         r.require(got >= FRAMES, f"rxonly: testpmd got {got} of {FRAMES} frames")
 
-        # Frames of one segment, and of several: in a packed ring those have a table, whose header testpmd marks as to be written.
+        # Frames of one segment, and of several: in a packed ring those have a table, whose header
+        # testpmd marks as to be written.
         for segments in ("64", "64,200,64"):
             pmd.tell(f"set txpkts {segments}")
             sent = packets(daemon, "from-guest-packets")

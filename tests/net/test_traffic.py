@@ -58,7 +58,8 @@ def test_pairs_are_switched(rig, kind):
         rig.say(f"{kind}: {SWITCHES} switches, {to[0]} frames to the guest, {to[1]} lost; counted: {drops}")
         r.require(back[1] == 0, f"{back[1]} of {back[0]} frames from the guest are lost")
         counted = sum(drops.values())
-        # What comes between our last look into a queue and its detaching is thrown away by the kernel, which does not say so.
+        # What comes between our last look into a queue and its detaching is thrown away by the
+        # kernel, which does not say so.
         uncounted = to[1] - counted
         r.require(0 <= uncounted <= t.WINDOW, f"{to[1]} of {to[0]} frames to the guest are lost, and {counted} counted: {drops}")
         daemon.end()

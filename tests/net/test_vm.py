@@ -117,5 +117,6 @@ def kills(rig, daemon, guest):
     guest.tell("stop")
     end = guest.expect("end-kills", v.ROUND_S + vm.BOOT_S)
     r.require(end.startswith("0 "), f"iperf3 ended with {end}: {guest.tail()}")
-    # An interval in which it was killed may have been nothing but waiting for the guest's TCP to try again.
+    # An interval in which it was killed may have been nothing but waiting for the guest's TCP to
+    # try again.
     v.check_rates(rig, guest, "kills", stalls=2 * KILLS)

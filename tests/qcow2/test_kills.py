@@ -296,7 +296,8 @@ def test_a_bitmap_outlives_a_kill(rig):
     r.require(image("check", path, check=False).returncode == 0, "the image is not clean")
 
 
-# A journal's file ends with the name of its image: 8 bytes that mark it, then when the image was missed first.
+# A journal's file ends with the name of its image: 8 bytes that mark it, then when the image was
+# missed first.
 NAME_BYTES, NAME_MAGIC = 8192, b"VSJNNAM1"
 
 

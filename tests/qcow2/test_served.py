@@ -98,7 +98,8 @@ def test_bitmaps_of_a_served_image(rig):
     r.require(all("in-use" in f for f in flags().values()), f"while it is served: {flags()}")
     disk.quit()
     checked(path)
-    # Who tracks writes stores what it knows; nobody did is in use still, and no write can be missed.
+    # Who tracks writes stores what it knows; nobody did is in use still, and no write can be
+    # missed.
     r.require(flags()["kept"] == set() and "auto" in flags()["tracks"], f"afterwards: {flags()}")
     r.require(dirty_ranges(rig, path, "kept") == before["kept"], "a bitmap that tracks nothing is another now")
     readonly = Disk(rig, path, fuse=False, readonly=True, name="read")

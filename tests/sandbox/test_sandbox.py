@@ -41,7 +41,8 @@ int accept4(int fd, struct sockaddr *address, socklen_t *length, int flags)
 }
 """
 
-# A program whose own filter has the kernel log the call: whether there is such a log, and whether it can be read.
+# A program whose own filter has the kernel log the call: whether there is such a log, and whether
+# it can be read.
 LOGGED = r"""
 #include <linux/filter.h>
 #include <linux/seccomp.h>

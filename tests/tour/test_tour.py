@@ -84,7 +84,8 @@ def test_guide_network_devices(rig):
         raise r.Skipped("needs root and /dev/net/tun")
     unshare = f"{r.tool('unshare', 'util-linux')} --net "
     tap = served(rig, NETWORKS, "## A tap", before="exec " + unshare)
-    # The bridge is the reader's, and so is the virtual machine: what is between them and the end is not.
+    # The bridge is the reader's, and so is the virtual machine: what is between them and the end is
+    # not.
     commands = [line for line in block(NETWORKS, "(the bridge `br0` is yours):").splitlines() if line.startswith("vshunt")]
     r.require(commands and "attach c0:" in commands[0], f"{commands}")
     shell(rig, "\n".join([*commands, "vshunt quit"]))

@@ -76,8 +76,8 @@ impl Rig {
         while events.recv_timeout(PATIENCE).expect("the event did not come") != *want {}
     }
 
-    /// Blocks the thread that reports an event that `which` selects, once: says that it does so, and waits
-    /// for a word.
+    /// Blocks the thread that reports an event that `which` selects, once: says that it does so,
+    /// and waits for a word.
     fn hold(&self, which: fn(&Event) -> bool) -> (Receiver<()>, Sender<()>) {
         let ((held, is_held), (go, may_go)) = (channel(), channel());
         let (once, ends) = (AtomicBool::new(true), Mutex::new((held, may_go)));

@@ -144,8 +144,8 @@ fn remove_stale(path: &Path, words: &Words) -> Result<()> {
 /// backlog is full is live.
 ///
 /// A killed process may have its listener open for a moment, and so may a child that it has forked
-/// just before. When that is closed, the connection hangs up, and the next attempt is refused. A live
-/// process may close the connection, too, but does not refuse another one.
+/// just before. When that is closed, the connection hangs up, and the next attempt is refused. A
+/// live process may close the connection, too, but does not refuse another one.
 fn is_live(path: &Path) -> rustix::io::Result<bool> {
     let connect = || {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

@@ -333,8 +333,8 @@ fn last_byte(segs: &[Seg]) -> Option<*mut u8> {
 fn take_header(segs: &[Seg]) -> Option<(Header, &[Seg], Seg)> {
     let (&seg, rest) = segs.split_first()?;
     if seg.len as usize >= BLK_HDR_LEN && seg.ptr.addr().is_multiple_of(8) {
-        // SAFETY: the segment has at least sixteen bytes, and its pointer is aligned to 8. The chain
-        // has only segments of guest memory, which stays mapped.
+        // SAFETY: the segment has at least sixteen bytes, and its pointer is aligned to 8. The
+        // chain has only segments of guest memory, which stays mapped.
         let word = unsafe { raw::get_u64(seg.ptr) };
         // SAFETY: the same; the second half of the header.
         let sector = unsafe { raw::get_u64(seg.ptr.wrapping_add(8)) };

@@ -54,8 +54,8 @@ macro_rules! accessors {
         #[inline(always)]
         #[allow(dead_code, reason = "one family for all widths")]
         pub(crate) unsafe fn $load(ptr: *mut u8, order: Ordering) -> $int {
-            // SAFETY: the caller promises that `ptr` may be accessed with this width, and is aligned
-            // to it. All other accesses in this process are atomic or volatile.
+            // SAFETY: the caller promises that `ptr` may be accessed with this width, and is
+            // aligned to it. All other accesses in this process are atomic or volatile.
             unsafe { <$atomic>::from_ptr(ptr.cast()) }.load(order)
         }
 
@@ -66,8 +66,8 @@ macro_rules! accessors {
         #[inline(always)]
         #[allow(dead_code, reason = "one family for all widths")]
         pub(crate) unsafe fn $store(ptr: *mut u8, value: $int, order: Ordering) {
-            // SAFETY: the caller promises that `ptr` may be accessed with this width, and is aligned
-            // to it. All other accesses in this process are atomic or volatile.
+            // SAFETY: the caller promises that `ptr` may be accessed with this width, and is
+            // aligned to it. All other accesses in this process are atomic or volatile.
             unsafe { <$atomic>::from_ptr(ptr.cast()) }.store(value, order);
             crash_point();
         }

@@ -173,7 +173,8 @@ impl DeviceRing {
             // mapped with the lengths of `ring_sizes`, and that no other device uses them.
             unsafe { PackedRing::new(size, features, addrs, base) }.map(Self::Packed)
         } else {
-            // SAFETY: the same.
+            // SAFETY: as for packed rings, size and alignment were checked, and the caller promises
+            // that the areas stay mapped and that no other device uses them.
             Ok(Self::Split(unsafe { SplitRing::new(size, features, addrs, low_u16(base.into())) }))
         }
     }

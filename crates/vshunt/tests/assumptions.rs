@@ -1,4 +1,5 @@
-//! What we rely on the kernel for, one test a behaviour; `docs/assumptions.md` says who leans on which.
+//! What we rely on the kernel for, one test a behaviour; `docs/assumptions.md` says who leans on
+//! which.
 
 use std::io::Write;
 use std::os::fd::AsRawFd;

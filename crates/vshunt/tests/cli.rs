@@ -1,4 +1,5 @@
-//! The program as its users see it: commands, messages, exit codes, signals, sockets. No data path is needed.
+//! The program as its users see it: commands, messages, exit codes, signals, sockets. No data path
+//! is needed.
 
 #![allow(clippy::multiple_unsafe_ops_per_block, reason = "a test, in which one block has one purpose")]
 
@@ -31,7 +32,8 @@ fn image(dir: &std::path::Path, size: u64) -> String {
 
 /// Has `command` inherit `fd` under the number `to`.
 fn pass(command: &mut Command, fd: OwnedFd, to: i32) {
-    // SAFETY: between fork and exec; dup2 and fcntl are async-signal-safe and touch descriptors of the child only.
+    // SAFETY: between fork and exec; dup2 and fcntl are async-signal-safe and touch descriptors of
+    // the child only.
     unsafe {
         command.pre_exec(move || {
             let rc = match fd.as_raw_fd() == to {
@@ -398,7 +400,8 @@ fn a_reader_that_goes_away_is_no_failure() {
 #[test]
 fn it_takes_as_many_open_files_as_it_may_have() {
     let daemon = Daemon::start_with(&[], |command| {
-        // SAFETY: between fork and exec; setrlimit is async-signal-safe and is about the child only.
+        // SAFETY: between fork and exec; setrlimit is async-signal-safe and is about the child
+        // only.
         unsafe {
             command.pre_exec(|| {
                 let limit = libc::rlimit { rlim_cur: 64, rlim_max: 512 };

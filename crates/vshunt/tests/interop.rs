@@ -1,4 +1,5 @@
-//! A client that is not ours: crate `virtio-driver`, over the real socket, split and packed, while queues move.
+//! A client that is not ours: crate `virtio-driver`, over the real socket, split and packed, while
+//! queues move.
 
 #![allow(clippy::multiple_unsafe_ops_per_block, reason = "a test, in which one block has one purpose")]
 
@@ -17,7 +18,8 @@ const QUEUES: usize = 4;
 const DISK_BYTES: u64 = 64 << 20;
 /// Each queue has a region of its own.
 const REGION_BYTES: u64 = DISK_BYTES / QUEUES as u64;
-/// Rounds of each queue, moves in all at least; on a slow machine rounds go on until there were enough moves.
+/// Rounds of each queue, moves in all at least; on a slow machine rounds go on until there were
+/// enough moves.
 const ROUNDS: usize = 150;
 const ROUNDS_MAX: usize = 100_000;
 const MOVES: u32 = 100;
@@ -47,7 +49,8 @@ impl Shared {
     #[allow(clippy::mut_from_ref, reason = "each index is used by one request at a time")]
     fn block(&self, i: usize) -> &mut [u8] {
         assert!((i + 1) * BLOCK <= self.len);
-        // SAFETY: inside the mapping, which lives as long as the test; see the reason above for aliasing.
+        // SAFETY: inside the mapping, which lives as long as the test; see the reason above for
+        // aliasing.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(i * BLOCK), BLOCK) }
     }
 }
@@ -74,8 +77,9 @@ fn complete(transport: &VirtioBlkTransport, index: usize, queue: &mut VirtioBlkQ
     let fd = transport.get_completion_fd(index);
     let mut done = 0;
     while done < n {
-        // Twice: the crate has no barrier between the event that it asks for and its next look at a packed ring, so a
-        // completion of that moment would be seen by neither side (virtio 1.2, 2.8.14).
+        // Twice: the crate has no barrier between the event that it asks for and its next look at a
+        // packed ring, so a completion of that moment would be seen by neither side (virtio 1.2,
+        // 2.8.14).
         for _ in 0..2 {
             for completion in queue.completions() {
                 assert_eq!(completion.ret, 0, "request {}", completion.context);
@@ -191,7 +195,8 @@ fn interop(packed: bool) {
     transport.map_mem_region(memory.ptr as usize, memory.len, memory.fd.as_raw_fd(), 0).unwrap();
     let queues = VirtioBlkQueue::<usize>::setup_queues(&mut *transport, QUEUES, 64).unwrap();
     for i in 0..QUEUES {
-        // SAFETY: a dup of the descriptor, ours alone, to set a flag of the shared file description.
+        // SAFETY: a dup of the descriptor, ours alone, to set a flag of the shared file
+        // description.
         let fd = unsafe { OwnedFd::from_raw_fd(libc::dup(transport.get_completion_fd(i).as_raw_fd())) };
         rustix::io::ioctl_fionbio(&fd, true).unwrap();
     }

@@ -1,5 +1,6 @@
-//! The control socket under QEMU's own Python client. Needs python3 and the PyPI package qemu.qmp; says so and
-//! passes where they cannot be had. VSHUNT_QMP_PYTHON names an interpreter that has the package.
+//! The control socket under QEMU's own Python client. Needs python3 and the PyPI package qemu.qmp;
+//! says so and passes where they cannot be had. VSHUNT_QMP_PYTHON names an interpreter that has the
+//! package.
 
 mod common;
 
@@ -22,7 +23,8 @@ fn succeeds(command: &mut Command) -> Result<(), String> {
     }
 }
 
-/// An interpreter with the package: the one named, the system's, or one in a virtual environment made for it.
+/// An interpreter with the package: the one named, the system's, or one in a virtual environment
+/// made for it.
 fn python() -> Result<PathBuf, String> {
     if let Some(python) = std::env::var_os("VSHUNT_QMP_PYTHON") {
         return Ok(python.into());

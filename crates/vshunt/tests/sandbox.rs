@@ -79,7 +79,8 @@ fn serve(mode: &str, more: &[&str]) -> Served {
     Served { daemon, _dir: dir }
 }
 
-/// Whether it is the launcher, or a thread that it made for an errand: those may be there for a moment after the start.
+/// Whether it is the launcher, or a thread that it made for an errand: those may be there for a
+/// moment after the start.
 fn of_the_launcher(name: &str) -> bool {
     matches!(name, "launcher" | "errand")
 }

@@ -1,5 +1,5 @@
-//! Tests of mounts with a real kernel. Each test runs as root in a mount namespace of its own, and is
-//! skipped without that right.
+//! Tests of mounts with a real kernel. Each test runs as root in a mount namespace of its own, and
+//! is skipped without that right.
 
 mod refusals;
 mod server;

@@ -143,8 +143,8 @@ impl PackedDriver {
         // A full barrier between the flags and the read of the device's request for a kick. Its
         // counterpart is in `enable_kick`.
         fence(Ordering::SeqCst);
-        // SAFETY: the device area is one event structure of 4 bytes, which stays mapped and aligned:
-        // the caller of `DriverRing::new` promises it.
+        // SAFETY: the device area is one event structure of 4 bytes, which stays mapped and
+        // aligned: the caller of `DriverRing::new` promises it.
         let event = unsafe { raw::load_u32(self.addrs.device, Ordering::Relaxed) };
         self.published = self.avail;
         match low_u16((event >> 16).into()) {

@@ -422,8 +422,8 @@ unsafe fn unuse(desc: *mut u8, size: u16, from: Pos, count: u16) {
     const OWNER: u16 = DESC_F_AVAIL | DESC_F_USED;
     let mut at = from;
     for _ in 0..count {
-        // SAFETY: the caller promises that the ring is mapped and aligned, and that `from` is in it.
-        // `advance` keeps the slot below the size.
+        // SAFETY: the caller promises that the ring is mapped and aligned, and that `from` is in
+        // it. `advance` keeps the slot below the size.
         unsafe {
             let flags = slot_flags(desc, at);
             if flags & OWNER == at.used_flags() {

@@ -56,8 +56,8 @@ pub unsafe fn read(from: *const u8, to: &mut [u8]) {
 /// `to` is writable for `from.len()` bytes.
 #[inline(always)]
 pub unsafe fn write(to: *mut u8, from: &[u8]) {
-    // SAFETY: the caller promises that `to` is writable for as many bytes as `from` has; `from` is a
-    // reference to memory of this process.
+    // SAFETY: the caller promises that `to` is writable for as many bytes as `from` has; `from` is
+    // a reference to memory of this process.
     unsafe { copy(from.as_ptr(), to, from.len()) };
 }
 

@@ -258,8 +258,8 @@ impl PackedRing {
         let write = if written != 0 { DESC_F_WRITE } else { 0 };
         let flags = self.used.used_flags() | write;
         let slot = self.slot(self.used.slot);
-        // The address is not changed, because a driver does not read it. Length and id are one word,
-        // without the flags.
+        // The address is not changed, because a driver does not read it. Length and id are one
+        // word, without the flags.
         // SAFETY: the slot is inside the descriptor ring, which stays mapped and aligned
         // (`DeviceRing::new`). The device owns the slots from the used to the available position.
         unsafe { raw::put_u32(slot.wrapping_add(WORD), written) };

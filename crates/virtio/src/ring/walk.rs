@@ -152,8 +152,8 @@ impl<'a> Fast<'a> {
         // `size` descriptors and aligned to 8.
         let d = unsafe { RawDesc::read(desc.wrapping_add(head as usize * DESC_LEN)) };
         if d.mid() & DESC_F_INDIRECT == 0 {
-            // SAFETY: the caller promises that `desc` is readable for `size` descriptors and aligned
-            // to 8.
+            // SAFETY: the caller promises that `desc` is readable for `size` descriptors and
+            // aligned to 8.
             unsafe { self.split_list(desc, size, d)? };
             // At most `MAX_DESCS` segments.
             return Some(low_u16(self.count(self.next) as u64));

@@ -1,4 +1,5 @@
-//! What a network's export must do, one case after the other on one connection, then on a second one.
+//! What a network's export must do, one case after the other on one connection, then on a second
+//! one.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -164,8 +165,8 @@ impl Case<'_> {
         Ok(())
     }
 
-    /// Sends frames of many flows to the guest and collects them: by pair, how many. Every frame must come once, those of
-    /// a flow in order and on one pair.
+    /// Sends frames of many flows to the guest and collects them: by pair, how many. Every frame
+    /// must come once, those of a flow in order and on one pair.
     fn exchange(&mut self, on: &[u16]) -> Outcome<BTreeMap<u16, u32>> {
         let case = self.id();
         let mut flows: BTreeMap<u16, (u16, u32)> = BTreeMap::new();

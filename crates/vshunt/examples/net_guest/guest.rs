@@ -145,7 +145,8 @@ impl Guest {
         n == 0 || (n < 0 && std::io::Error::last_os_error().kind() != std::io::ErrorKind::WouldBlock)
     }
 
-    /// Connects again, to a daemon that was started after another died, and hands the rings over as they stand.
+    /// Connects again, to a daemon that was started after another died, and hands the rings over as
+    /// they stand.
     pub(crate) fn reconnect(&mut self, socket: &Path, within: Duration) -> Outcome {
         let end = Instant::now() + within;
         loop {
@@ -325,7 +326,8 @@ impl Guest {
         self.send_own(NET_SET_MTU, mtu)
     }
 
-    /// Has every page that is written logged from now on, as a migration does. The log lies in guest memory here.
+    /// Has every page that is written logged from now on, as a migration does. The log lies in
+    /// guest memory here.
     pub(crate) fn log_writes(&mut self) -> Outcome {
         let bytes = ((DEFAULT_BASE + MEMORY_BYTES) / 4096).div_ceil(8);
         // A region of its own, whose file is the log.
@@ -390,8 +392,8 @@ impl Guest {
         }
     }
 
-    /// The next frame on a pair, with how many buffers it filled; none within `wait`. Sleeps until it is notified. Where
-    /// writes are logged, its pages must be marked.
+    /// The next frame on a pair, with how many buffers it filled; none within `wait`. Sleeps until
+    /// it is notified. Where writes are logged, its pages must be marked.
     pub(crate) fn receive(&mut self, pair: u16, wait: Duration) -> Outcome<Option<(Vec<u8>, u16)>> {
         let at = usize::from(pair);
         if let Some((bytes, buffers, _)) = self.pairs[at].early.pop_front() {

@@ -1,9 +1,12 @@
-//! Both ends of a network's export, for tests where no guest can be: a front end that plays the guest's driver on the
-//! socket, and the host's side of the tap by a packet socket. Prints a line a case, `ok NAME` or `not ok NAME: why`.
+//! Both ends of a network's export, for tests where no guest can be: a front end that plays the
+//! guest's driver on the socket, and the host's side of the tap by a packet socket. Prints a line a
+//! case, `ok NAME` or `not ok NAME: why`.
 //!
-//! `net_guest SOCKET IFNAME PAIRS SEED [user] [packed] [plain] [control] [traffic]`: the export has so many queue pairs, mac=52:54:00:12:34:56 and
-//! mtu=9000. user: workers of the daemon serve it, else the kernel; packed: the guest has packed rings; plain: rings
-//! without event index; control: the control queue is the back-end's; traffic: frames both ways until stdin says stop. As root. vhost-net does not run everywhere: tests/kernel-net starts this in a VM.
+//! `net_guest SOCKET IFNAME PAIRS SEED [user] [packed] [plain] [control] [traffic]`: the export has
+//! so many queue pairs, mac=52:54:00:12:34:56 and mtu=9000. user: workers of the daemon serve it,
+//! else the kernel; packed: the guest has packed rings; plain: rings without event index; control:
+//! the control queue is the back-end's; traffic: frames both ways until stdin says stop. As root.
+//! vhost-net does not run everywhere: tests/kernel-net starts this in a VM.
 
 mod cases;
 mod control;

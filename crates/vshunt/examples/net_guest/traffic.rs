@@ -1,9 +1,12 @@
-//! Frames both ways for as long as the test wants, while it moves queues, switches pairs, or kills the daemon.
+//! Frames both ways for as long as the test wants, while it moves queues, switches pairs, or kills
+//! the daemon.
 //!
-//! Lines on stdin: `off PAIR`, `on PAIR`, and by the control queue `pairs COUNT` and `offloads BITS`, each answered by `done`;
-//! `stop` ends it. With a control queue no frame may come on a pair that is not active. A daemon that dies is waited for, and
-//! gets the rings as they stand with the in-flight region of before. Each flow's frames must come in order (where pairs are
-//! switched, on each pair), none twice, each as it was sent; the last line says how many were lost: `traffic to-guest SENT LOST from-guest SENT LOST`.
+//! Lines on stdin: `off PAIR`, `on PAIR`, and by the control queue `pairs COUNT` and `offloads
+//! BITS`, each answered by `done`; `stop` ends it. With a control queue no frame may come on a pair
+//! that is not active. A daemon that dies is waited for, and gets the rings as they stand with the
+//! in-flight region of before. Each flow's frames must come in order (where pairs are switched, on
+//! each pair), none twice, each as it was sent; the last line says how many were lost: `traffic
+//! to-guest SENT LOST from-guest SENT LOST`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::BufRead;
@@ -58,7 +61,8 @@ struct Shared {
 /// What came: the next number of a flow, and all that came before.
 #[derive(Default)]
 struct Order {
-    /// By flow and pair. Where pairs were switched a flow goes to another one, and may overtake itself on the way there.
+    /// By flow and pair. Where pairs were switched a flow goes to another one, and may overtake
+    /// itself on the way there.
     next: BTreeMap<(u16, u16), u32>,
     came: BTreeSet<(u16, u32)>,
     switched: bool,
@@ -225,8 +229,8 @@ impl Driver<'_> {
 
     fn turn(&mut self) -> Outcome {
         if self.guest.lost() {
-            // Its pairs are switched on one after the other: frames that wait at the first one are overtaken by those that
-            // come to the next.
+            // Its pairs are switched on one after the other: frames that wait at the first one are
+            // overtaken by those that come to the next.
             self.order.switched = true;
             self.guest.reconnect(self.socket, BACK_WITHIN)?;
             self.reconnects += 1;
@@ -248,8 +252,9 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// Stops the rings of a pair right after a new daemon has taken over the requests in flight of the
-    /// former one, and starts them where they stand. No buffer that it had taken ahead may be missing.
+    /// Stops the rings of a pair right after a new daemon has taken over the requests in flight of
+    /// the former one, and starts them where they stand. No buffer that it had taken ahead may be
+    /// missing.
     ///
     /// The new daemon may be killed here, too. Then the next turn connects again.
     fn stop_early(&mut self) -> Outcome {
@@ -317,7 +322,8 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// Gives the device a command, and continues until it is done; whatever becomes of the daemon meanwhile.
+    /// Gives the device a command, and continues until it is done; whatever becomes of the daemon
+    /// meanwhile.
     fn set(&mut self, command: Command) -> Outcome {
         self.guest.command(command)?;
         let end = Instant::now() + BACK_WITHIN;

@@ -28,8 +28,9 @@ pub(crate) fn output(command: &mut Command) -> (i32, String, String) {
     (status.code().unwrap_or(-1), text(stdout), text(stderr))
 }
 
-/// Copies the program `vshunt`, with `cp`. If this process wrote the copy, a child that another test forks meanwhile would inherit
-/// the open descriptor, and executing the copy would fail with ETXTBSY until that child calls `exec`.
+/// Copies the program `vshunt`, with `cp`. If this process wrote the copy, a child that another
+/// test forks meanwhile would inherit the open descriptor, and executing the copy would fail with
+/// ETXTBSY until that child calls `exec`.
 pub(crate) fn copy_program(to: &Path) {
     let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_vshunt")).arg(to).status().unwrap();
     assert!(copied.success());

@@ -61,7 +61,8 @@ fn read_in_parts() {
 fn reading_beyond_it_is_an_error_and_not_the_end() {
     let rig = Rig::ram(MIB, 1);
     let mut client = rig.connect("e", small());
-    // "uses a zero length of payload to indicate an error" (vhost-user, "Virtio device config space").
+    // "uses a zero length of payload to indicate an error" (vhost-user, "Virtio device config
+    // space").
     assert!(client.disk.session().read_config_bytes(200, 8).unwrap().is_empty());
     client.write(0, &[1; 512]);
 }
@@ -88,7 +89,8 @@ fn the_write_cache_is_switched_while_it_runs() {
 
 #[test]
 fn the_switched_off_cache_survives_a_pause() {
-    // QEMU pauses a machine by GET_VRING_BASE and status 0, and says nothing of the cache when it continues.
+    // QEMU pauses a machine by GET_VRING_BASE and status 0, and says nothing of the cache when it
+    // continues.
     let rig = Rig::ram(MIB, 1);
     for options in layouts() {
         let mut client = rig.connect("e", options);

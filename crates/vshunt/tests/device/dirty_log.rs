@@ -32,7 +32,8 @@ impl Log {
     fn take(&self) -> BTreeSet<u64> {
         let mut pages = BTreeSet::new();
         for word in 0..self.bits.len() / 8 {
-            // SAFETY: aligned to 8 and inside of the area; the device changes it by atomic operations alone.
+            // SAFETY: aligned to 8 and inside of the area; the device changes it by atomic
+            // operations alone.
             let bits = unsafe { AtomicU64::from_ptr(self.bits.host().add(word * 8).cast()) };
             if bits.load(Ordering::Relaxed) == 0 {
                 continue;
@@ -58,8 +59,8 @@ fn switch(machine: &mut Machine, on: bool) {
     }
 }
 
-/// A migration: all pages are copied once, then those marked, again and again while load runs; after the rings
-/// stopped, what the device alone writes must be the same in the copy.
+/// A migration: all pages are copied once, then those marked, again and again while load runs;
+/// after the rings stopped, what the device alone writes must be the same in the copy.
 #[test]
 fn a_copy_by_the_log_is_whole() {
     let rig = Rig::ram(2 * LOAD_BYTES, 2);
@@ -92,7 +93,8 @@ fn a_copy_by_the_log_is_whole() {
         carry(log.take());
         for parts in &machine.parts {
             let device = &parts.device;
-            // The driver writes nothing in the device area; in a packed ring it does in the descriptors.
+            // The driver writes nothing in the device area; in a packed ring it does in the
+            // descriptors.
             let at = (device.guest() - guest) as usize;
             assert!(
                 copy[at..at + device.len()] == device.to_vec(),
@@ -210,7 +212,8 @@ fn low() -> Options {
     Options { regions: vec![RegionSpec { guest_addr: 16 * MIB, size }], ..small() }
 }
 
-/// QEMU switches logging on before it tells of the log where a guest starts while it migrates; others forget to tell.
+/// QEMU switches logging on before it tells of the log where a guest starts while it migrates;
+/// others forget to tell.
 #[test]
 fn without_a_log_nothing_is_marked() {
     let rig = Rig::ram(LOAD_BYTES, 1);

@@ -1,5 +1,6 @@
-//! What is on stable storage when a request completes: seen in the page cache of a buffered image, where a page that
-//! was written and not yet stored is dirty or under writeback (cachestat(2), Linux 6.5).
+//! What is on stable storage when a request completes: seen in the page cache of a buffered image,
+//! where a page that was written and not yet stored is dirty or under writeback (cachestat(2),
+//! Linux 6.5).
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -24,7 +25,8 @@ const WRITEBACK_AT: u32 = 32;
 struct Cache(File);
 
 impl Cache {
-    /// None where the system cannot tell, or the file system does not (overlayfs); the test is left out then.
+    /// None where the system cannot tell, or the file system does not (overlayfs); the test is left
+    /// out then.
     fn of(image: &Path) -> Option<Self> {
         let cache = Self(File::options().read(true).write(true).open(image).unwrap());
         if cache.ask(0, 0).is_none() {
@@ -59,7 +61,8 @@ impl Cache {
         (rc == 0).then_some(pages[1] + pages[2])
     }
 
-    /// Whether a write completed without being stored. Somebody else may store it at any time, so try again.
+    /// Whether a write completed without being stored. Somebody else may store it at any time, so
+    /// try again.
     fn stays(&self, mut write: impl FnMut() -> u64) -> bool {
         (0..20).any(|_| {
             let at = write();
@@ -113,7 +116,8 @@ fn a_successor_writes_through_until_the_guests_first_flush() {
     }
 }
 
-/// A write that is in flight while the guest switches its cache off is complete once, and covered by the switch.
+/// A write that is in flight while the guest switches its cache off is complete once, and covered
+/// by the switch.
 #[test]
 fn the_cache_is_switched_off_under_load() {
     let rig = Rig::new();
@@ -170,7 +174,8 @@ fn half_of_many(client: &mut Client) -> Vec<u64> {
         .collect()
 }
 
-/// Op::Flush covers whatever completed before it, by any queue on any worker, also while queues move.
+/// Op::Flush covers whatever completed before it, by any queue on any worker, also while queues
+/// move.
 #[test]
 fn a_flush_covers_the_writes_of_other_queues() {
     let rig = Rig::new();

@@ -1,7 +1,9 @@
-//! A disk that hangs: its queues stay where they are, others go on, and nothing is lost when it answers again.
+//! A disk that hangs: its queues stay where they are, others go on, and nothing is lost when it
+//! answers again.
 //!
-//! What hangs is a real image on a real file system. A thread writes to it from memory whose page fault nobody
-//! answers (userfaultfd), and holds the inode's lock meanwhile: operations of others on that file wait.
+//! What hangs is a real image on a real file system. A thread writes to it from memory whose page
+//! fault nobody answers (userfaultfd), and holds the inode's lock meanwhile: operations of others
+//! on that file wait.
 
 #![allow(clippy::multiple_unsafe_ops_per_block, reason = "a test, in which one block has one purpose")]
 
@@ -33,8 +35,8 @@ struct Hung {
 }
 
 impl Hung {
-    /// None where this user may not have a userfaultfd, or the file system lets others write meanwhile; the test is left
-    /// out then.
+    /// None where this user may not have a userfaultfd, or the file system lets others write
+    /// meanwhile; the test is left out then.
     fn new(image: &Path) -> Option<Self> {
         let Some(faults) = userfaultfd() else {
             println!("left out: no userfaultfd here ({})", std::io::Error::last_os_error());
@@ -50,7 +52,8 @@ impl Hung {
         let end = file.metadata().unwrap().len() - PAGE as u64;
         let also = file.try_clone().unwrap();
         let writer = std::thread::spawn(move || {
-            // SAFETY: the thread's own page, mapped until below; the kernel alone reads it, as zeroes in the end.
+            // SAFETY: the thread's own page, mapped until below; the kernel alone reads it, as
+            // zeroes in the end.
             let bytes = unsafe { std::slice::from_raw_parts(page as *const u8, PAGE) };
             file.write_all_at(bytes, end).unwrap();
             // SAFETY: mapped above, and used no more.
@@ -149,7 +152,8 @@ fn a_queue_of_a_hung_disk_stays_and_moves_once_it_answers() {
             let queue = rig.queue("e", 0);
             assert_eq!((queue.worker, queue.generation, queue.state.as_str()), (0, before, "running"));
         }
-        // It takes what comes, its worker serves others, and the one that it did not come to can be freed.
+        // It takes what comes, its worker serves others, and the one that it did not come to can be
+        // freed.
         let second = submit(&mut client, 1);
         super::rig::wait_for("another request", || (rig.queue("e", 0).in_flight == 2).then_some(()));
         load.progress(100);

@@ -1,4 +1,5 @@
-//! A guest, or its VMM, that means harm or is broken: it gets an error or a queue that stands, nobody else anything.
+//! A guest, or its VMM, that means harm or is broken: it gets an error or a queue that stands,
+//! nobody else anything.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -136,7 +137,8 @@ impl Raw {
     }
 }
 
-/// An export `e` whose queue 0 is under attack, and verified load on its queue 1 and on another export.
+/// An export `e` whose queue 0 is under attack, and verified load on its queue 1 and on another
+/// export.
 struct Field {
     // Dropped in this order: the load ends before the server.
     load: Vec<Load>,
@@ -310,7 +312,8 @@ fn bad_chains_are_answered_and_the_queue_goes_on() {
             cases.push((what, vec![desc(addr, len, INDIRECT, 9)]));
             cases.push((what, vec![head, desc(addr, len, INDIRECT, 9)]));
         }
-        // An indirect descriptor that continues; one inside a table; flags that contradict each other.
+        // An indirect descriptor that continues; one inside a table; flags that contradict each
+        // other.
         cases.push(("indirect and next", vec![desc(table, 32, INDIRECT | NEXT, 1), stat]));
         let inner = [desc(raw.at(0), 16, NEXT, 1), desc(table, 32, INDIRECT, 0)];
         let bytes: Vec<u8> = inner
@@ -338,7 +341,8 @@ fn bad_chains_are_answered_and_the_queue_goes_on() {
                 len <= 1 && (answer == status::IOERR || answer == status::UNTOUCHED),
                 "{what}: {len}, {answer}"
             );
-            // Where the end of the chain is unknown, the status goes to the last byte that was found.
+            // Where the end of the chain is unknown, the status goes to the last byte that was
+            // found.
             assert!(raw.arena.part(4096, 511).to_vec() == [0xa5; 511], "{what}");
             raw.sane();
         }
@@ -597,7 +601,8 @@ fn descriptors_that_are_no_eventfds_are_refused() {
     let mut field = Field::new(&small());
     for fd in [file.as_fd(), null.as_fd(), closed.as_fd(), datagram.as_fd(), socket.as_fd()] {
         for code in [Code::SetVringKick, Code::SetVringCall, Code::SetVringErr] {
-            // A stream socket to notify by is User-mode Linux's way; see tests/bad-input/test_memory.py.
+            // A stream socket to notify by is User-mode Linux's way; see
+            // tests/bad-input/test_memory.py.
             if code == Code::SetVringCall && fd.as_raw_fd() == socket.as_raw_fd() && !by_kernel() {
                 continue;
             }
@@ -609,7 +614,8 @@ fn descriptors_that_are_no_eventfds_are_refused() {
     Raw::new(&mut field.machine, 0).sane();
 }
 
-/// Rings full of the largest requests there are do not keep a neighbour on the same worker waiting for long.
+/// Rings full of the largest requests there are do not keep a neighbour on the same worker waiting
+/// for long.
 #[test]
 fn huge_chains_leave_room_for_neighbours() {
     for backing in [Backing::Ram, Backing::Tmpfs] {
@@ -674,10 +680,12 @@ fn asking_for_much(rig: &Rig, export: &str, queues: u16) -> (Machine, Vec<vshunt
     (machine, chain)
 }
 
-/// While one queue of a worker copies long requests, its other queues have their turns between the parts.
+/// While one queue of a worker copies long requests, its other queues have their turns between the
+/// parts.
 ///
-/// Three short requests, one after the other, take three turns of the worker. A turn that does not end before all long
-/// requests are over does not let them be first. The test's thread may be late to see them, so that it tries again.
+/// Three short requests, one after the other, take three turns of the worker. A turn that does not
+/// end before all long requests are over does not let them be first. The test's thread may be late
+/// to see them, so that it tries again.
 #[test]
 fn a_long_request_is_copied_a_part_a_turn() {
     if by_kernel() {
@@ -718,7 +726,8 @@ fn a_long_request_is_copied_a_part_a_turn() {
     }
 }
 
-/// A queue that moves, and a ring that stops, wait for the long request that is under way, and for those behind it.
+/// A queue that moves, and a ring that stops, wait for the long request that is under way, and for
+/// those behind it.
 #[test]
 fn queues_move_and_stop_with_long_requests_under_way() {
     if by_kernel() {

@@ -1,4 +1,5 @@
-//! Header, data and status anywhere: requests cut into buffers at random, over regions' ends, against a model.
+//! Header, data and status anywhere: requests cut into buffers at random, over regions' ends,
+//! against a model.
 
 use std::sync::Arc;
 
@@ -58,8 +59,8 @@ fn cut(rng: &mut Rng, total: usize, count: usize) -> Vec<usize> {
     lens
 }
 
-/// One request: `readable` bytes and room for `writable` ones, cut into at most `most` buffers that lie anywhere.
-/// Returns status, used length, and what was written before the status.
+/// One request: `readable` bytes and room for `writable` ones, cut into at most `most` buffers that
+/// lie anywhere. Returns status, used length, and what was written before the status.
 fn scattered(
     c: &mut Client,
     guest: &Guest,
@@ -249,8 +250,9 @@ fn every_byte_a_buffer() {
     }
 }
 
-/// Drivers of Windows go by no `seg_max`: requests of many pages come as chains that are longer, also longer than the ring
-/// where they are indirect. They want limits of discards that are not zero. (A disk has no setting for discards.)
+/// Drivers of Windows go by no `seg_max`: requests of many pages come as chains that are longer,
+/// also longer than the ring where they are indirect. They want limits of discards that are not
+/// zero. (A disk has no setting for discards.)
 #[test]
 fn chains_longer_than_seg_max_on_raw_disks() {
     chains_longer_than_seg_max(&[Backing::Ram, Backing::Direct, Backing::Buffered, Backing::Tmpfs]);
@@ -318,7 +320,8 @@ fn piece_at(n: usize, pieces: usize) -> usize {
     (1 << 20) + (pieces - 1 - n) * 1024 + (n % 2) * 256
 }
 
-/// A read or write at the disk's start of so many pieces of 512 bytes, a descriptor each; its status.
+/// A read or write at the disk's start of so many pieces of 512 bytes, a descriptor each; its
+/// status.
 fn long_chain(c: &mut Client, kind: u32, bytes: &[u8], pieces: usize, indirect: bool) -> u8 {
     let at = |offset: usize, len: u32, writable| DriverSeg {
         addr: c.arena.guest() + offset as u64,

@@ -74,7 +74,8 @@ fn a_region_that_does_not_fit_changes_nothing() {
     }
 }
 
-/// QEMU tells of its memory once for each queue pair of a network device, and takes it back as often.
+/// QEMU tells of its memory once for each queue pair of a network device, and takes it back as
+/// often.
 #[test]
 fn a_region_that_is_added_again_goes_with_the_last() {
     let rig = Rig::ram(LOAD_BYTES, 1);

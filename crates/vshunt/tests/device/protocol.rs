@@ -234,7 +234,8 @@ fn a_device_is_reset_and_used_anew() {
                     }
                     machine.session.reset_device().unwrap();
                 }
-                // A reset keeps the memory table; a driver that tells all of it again takes it back first.
+                // A reset keeps the memory table; a driver that tells all of it again takes it back
+                // first.
                 let memory = machine.memory.clone();
                 for region in memory.regions() {
                     let payload = Payload::new().u64(0).u64(region.guest_addr).u64(region.size);
@@ -257,7 +258,8 @@ fn a_disabled_ring_stands_and_goes_on_when_enabled() {
         for _ in 0..10 {
             load[0].progress(100);
             machine.session.enable(0, false).unwrap();
-            // The device's count: the load's own lags behind where its thread has to wait for a CPU.
+            // The device's count: the load's own lags behind where its thread has to wait for a
+            // CPU.
             let served = rig.queue("e", 0).requests;
             load[1].progress(100);
             assert_eq!(rig.queue("e", 0).requests, served, "a disabled ring is served");
@@ -306,7 +308,8 @@ fn a_ring_that_is_given_up_asks_for_kicks() {
             load.progress(50);
             // While requests come it asks for none.
             let base = machine.session.stop_ring(0).unwrap();
-            // Split: the used ring's flags. Packed: those of the device's event suppression structure (2.8.10).
+            // Split: the used ring's flags. Packed: those of the device's event suppression
+            // structure (2.8.10).
             let flags = machine.parts[0].device.load_u16(if options.packed { 2 } else { 0 });
             assert_eq!(flags, 0, "turn {turn}, packed {}", options.packed);
             machine.session.set_ring(&RingSetup { parts: &machine.parts[0], base }, false).unwrap();
@@ -429,7 +432,8 @@ fn inflight_regions_that_no_device_has_are_refused() {
 
 #[test]
 fn old_style_without_protocol_features() {
-    // Rings are enabled from the start then, and there is no configuration space: the driver knows its disk.
+    // Rings are enabled from the start then, and there is no configuration space: the driver knows
+    // its disk.
     let rig = Rig::ram(MIB, 1);
     let mut machine = Machine::open(&rig.socket("e"), small());
     let rings_enabled = machine.session.features() & !feature::PROTOCOL_FEATURES;
@@ -473,8 +477,9 @@ fn a_front_end_that_goes_under_load_leaves_nothing_behind() {
     });
 }
 
-/// What a guest wrote to a thin image since its last flush is found again where its map has a journal, or is written at once.
-/// Else it is lost with the daemon, and the guest is not to go on as if it were there.
+/// What a guest wrote to a thin image since its last flush is found again where its map has a
+/// journal, or is written at once. Else it is lost with the daemon, and the guest is not to go on
+/// as if it were there.
 #[test]
 fn only_what_outlives_us_is_offered_to_go_on() {
     let rig = Rig::new();

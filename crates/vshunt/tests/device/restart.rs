@@ -1,4 +1,5 @@
-//! The daemon dies at any moment and is started again: the guest notices a pause, and every request is done once.
+//! The daemon dies at any moment and is started again: the guest notices a pause, and every request
+//! is done once.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -98,7 +99,8 @@ fn verified_load_over_many_deaths() {
     }
 }
 
-/// A thin disk has its map in memory: what a killed daemon had not written of it is brought in by the next.
+/// A thin disk has its map in memory: what a killed daemon had not written of it is brought in by
+/// the next.
 #[test]
 fn verified_load_over_many_deaths_on_a_thin_disk() {
     let mut rng = Rng::new();
@@ -184,8 +186,8 @@ fn journal_of(image: &Path) -> PathBuf {
     PathBuf::from(format!("/dev/shm/vshunt-map-{dev:x}-{ino:x}"))
 }
 
-/// A thin disk without its journal lacks completed writes: its guest is told to go rather than to read what was there
-/// before; another guest has the disk.
+/// A thin disk without its journal lacks completed writes: its guest is told to go rather than to
+/// read what was there before; another guest has the disk.
 #[test]
 fn a_guest_whose_writes_are_lost_does_not_go_on() {
     let dir = tempfile::tempdir_in("/var/tmp").unwrap();
@@ -209,7 +211,8 @@ fn a_guest_whose_writes_are_lost_does_not_go_on() {
     other.write(512, &[3; 512]);
 }
 
-/// Where there is no room for a journal a thin disk is served all the same, and the in-flight region is not offered.
+/// Where there is no room for a journal a thin disk is served all the same, and the in-flight
+/// region is not offered.
 #[test]
 fn without_room_for_a_journal_nobody_is_promised_to_go_on() {
     let name = "without_room_for_a_journal_nobody_is_promised_to_go_on";
@@ -271,7 +274,8 @@ fn what_was_offered_while_the_server_was_dead_is_done_once() {
     }
 }
 
-/// The front end hands over a region that is not what it should be: refused with a reason, and no harm done.
+/// The front end hands over a region that is not what it should be: refused with a reason, and no
+/// harm done.
 #[test]
 fn damaged_inflight_regions_are_refused() {
     let mut rng = Rng::new();

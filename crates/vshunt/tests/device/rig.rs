@@ -63,13 +63,15 @@ impl Rng {
     }
 }
 
-/// Whether exports are to be served by the kernel (`VSHUNT_TEST_ENGINE=kernel`): what is tested of the session, of rings and
-/// memory then holds for those that are handed over, too. tests/kernel-relay runs it so, in a VM.
+/// Whether exports are to be served by the kernel (`VSHUNT_TEST_ENGINE=kernel`): what is tested of
+/// the session, of rings and memory then holds for those that are handed over, too.
+/// tests/kernel-relay runs it so, in a VM.
 pub(crate) fn by_kernel() -> bool {
     std::env::var_os("VSHUNT_TEST_ENGINE").is_some_and(|engine| engine == "kernel")
 }
 
-/// Whether all disks are to be thin images (`VSHUNT_TEST_FORMAT=qcow2`): what holds for requests holds for theirs, too.
+/// Whether all disks are to be thin images (`VSHUNT_TEST_FORMAT=qcow2`): what holds for requests
+/// holds for theirs, too.
 pub(crate) fn by_qcow2() -> bool {
     std::env::var_os("VSHUNT_TEST_FORMAT").is_some_and(|format| format == "qcow2")
 }
@@ -290,7 +292,8 @@ impl Client {
         Self { disk, arena }
     }
 
-    /// A request of at most four buffers: header, `out` for the device to read, room for it to write, status.
+    /// A request of at most four buffers: header, `out` for the device to read, room for it to
+    /// write, status.
     pub(crate) fn go(&mut self, q: u16, kind: u32, sector: u64, out: &[u8], room: usize) -> Reply {
         use vshunt_guest::driver::DriverSeg;
         self.arena.write(0, &header(kind, sector));
@@ -339,8 +342,8 @@ impl Client {
     }
 }
 
-/// A driver whose connection and queues are apart, so that threads load the queues while a test plays with the
-/// connection.
+/// A driver whose connection and queues are apart, so that threads load the queues while a test
+/// plays with the connection.
 pub(crate) struct Machine {
     pub(crate) session: Session,
     pub(crate) memory: Arc<Memory>,
@@ -421,8 +424,8 @@ const BLOCKS: u64 = 64;
 pub(crate) const LOAD_BYTES: u64 = BLOCKS * BLOCK as u64;
 const DEPTH: usize = 8;
 
-/// Load on one queue by a thread: writes stamped blocks, reads them back, and panics at any that is not what was
-/// written last, at any completion too many, and when none comes for long.
+/// Load on one queue by a thread: writes stamped blocks, reads them back, and panics at any that is
+/// not what was written last, at any completion too many, and when none comes for long.
 pub(crate) struct Load {
     thread: Option<JoinHandle<Queue>>,
     stop: Arc<AtomicBool>,

@@ -1,4 +1,5 @@
-//! Disks whose file system does not answer, and front ends that would have a worker wait: neighbours on the same worker go on.
+//! Disks whose file system does not answer, and front ends that would have a worker wait:
+//! neighbours on the same worker go on.
 //!
 //! The file system is a mount of another vshunt, which is stopped by a signal.
 
@@ -18,14 +19,17 @@ use super::rig::{
     Backing, Client, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, by_kernel, header, range, small, wait_for,
 };
 
-/// Operations that hang at the same time: more than io-wq has threads by itself, on a machine of up to 15 CPUs.
+/// Operations that hang at the same time: more than io-wq has threads by itself, on a machine of up
+/// to 15 CPUs.
 const HUNG: usize = 64;
 /// Bytes of each.
 const PIECE: usize = 4096;
-/// Longest request of a neighbour. It takes some milliseconds; what waits for a stopped server takes for ever.
+/// Longest request of a neighbour. It takes some milliseconds; what waits for a stopped server
+/// takes for ever.
 const NEIGHBOUR_MAX: Duration = Duration::from_secs(20);
 
-/// Files on a FUSE mount each, whose one server can be stopped. Dropped, it ends, and what hangs fails.
+/// Files on a FUSE mount each, whose one server can be stopped. Dropped, it ends, and what hangs
+/// fails.
 struct Below {
     server: Child,
     mounts: Vec<PathBuf>,
@@ -154,7 +158,8 @@ fn a_disk_that_hangs_with_many_operations_stops_no_other() {
         below.stop();
         let cookies: Vec<_> = (0..HUNG).map(|n| submit(&mut client, kind, n)).collect();
         in_flight(&rig, "e", HUNG as u32);
-        // Writes and discards of other files may share a bucket of io-wq's hash with those that hang (docs/control.md).
+        // Writes and discards of other files may share a bucket of io-wq's hash with those that
+        // hang (docs/control.md).
         let to = rig.daemon.worker_new(WorkerSpec::default()).unwrap();
         for worker in [to, 0] {
             for _ in 0..5 {
@@ -176,7 +181,8 @@ fn a_disk_that_hangs_with_many_operations_stops_no_other() {
     rig.daemon.shutdown();
 }
 
-/// Waits for requests of a hung disk have limits. What fails leaves all as it was; a removal continues by itself.
+/// Waits for requests of a hung disk have limits. What fails leaves all as it was; a removal
+/// continues by itself.
 #[test]
 fn commands_do_not_wait_for_a_disk_that_hangs() {
     let rig = Rig::new();
@@ -269,8 +275,8 @@ fn told_in_flight(control: &str, export: &str) -> Option<u64> {
     queues.iter().find(|q| q["export"] == export)?["in-flight"].as_u64()
 }
 
-/// A signal ends the exports whose disks answer at once, however many do not. For those the daemon waits; it says that a
-/// second signal ends it, and one does.
+/// A signal ends the exports whose disks answer at once, however many do not. For those the daemon
+/// waits; it says that a second signal ends it, and one does.
 #[test]
 fn a_second_signal_ends_a_daemon_whose_disks_hang() {
     let dir = tempfile::Builder::new().prefix("vshunt-device").tempdir_in("/var/tmp").unwrap();
@@ -325,7 +331,8 @@ fn whole_read(client: &mut Client, n: usize) -> Vec<DriverSeg> {
     vec![seg(512, 16, false), seg(3 << 19, PIECE as u32, true), seg(8, 1, true)]
 }
 
-/// The call descriptor's flag is cleared after it was handed over, and its counter is full: a write to it waits for ever.
+/// The call descriptor's flag is cleared after it was handed over, and its counter is full: a write
+/// to it waits for ever.
 #[test]
 fn a_call_descriptor_that_would_wait_stops_no_worker() {
     let rig = Rig::ram(MIB, 1);

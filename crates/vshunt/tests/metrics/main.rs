@@ -1,4 +1,5 @@
-//! Metrics as a scraper sees them: over HTTP, read strictly, while the daemon has other things to do.
+//! Metrics as a scraper sees them: over HTTP, read strictly, while the daemon has other things to
+//! do.
 
 #[path = "../common/mod.rs"]
 mod common;

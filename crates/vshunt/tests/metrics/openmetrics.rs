@@ -1,5 +1,5 @@
-//! A strict reader of OpenMetrics 1.0 text: what the specification's grammar and its rules on names, units and order do
-//! not allow is a failure of the test.
+//! A strict reader of OpenMetrics 1.0 text: what the specification's grammar and its rules on
+//! names, units and order do not allow is a failure of the test.
 
 use std::collections::{BTreeMap, BTreeSet};
 

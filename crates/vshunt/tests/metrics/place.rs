@@ -139,7 +139,8 @@ fn activated(fd: OwnedFd, name: &str) -> Command {
     let program = env!("CARGO_BIN_EXE_vshunt");
     shell.arg("-c").arg("LISTEN_PID=$$ exec \"$@\"").arg("sh").arg(program).arg("serve");
     shell.env("LISTEN_FDS", "1").env("LISTEN_FDNAMES", name);
-    // SAFETY: between fork and exec; dup2 and fcntl are async-signal-safe and touch descriptors of the child only.
+    // SAFETY: between fork and exec; dup2 and fcntl are async-signal-safe and touch descriptors of
+    // the child only.
     unsafe {
         shell.pre_exec(move || {
             let rc = match fd.as_raw_fd() {

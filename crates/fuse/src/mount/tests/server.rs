@@ -17,7 +17,8 @@ pub(super) const CONTENTS: &[u8] = b"the disk's contents";
 
 pub(super) const NOBODY: u32 = 65534;
 
-/// Runs a test as root in a thread with a mount namespace of its own. Prints a line if it is skipped.
+/// Runs a test as root in a thread with a mount namespace of its own. Prints a line if it is
+/// skipped.
 pub(super) fn privately(test: impl FnOnce(&Path) + Send + 'static) {
     let all_ids = std::fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| map.contains("4294967295"));
     if !rustix::process::geteuid().is_root() || !all_ids {
@@ -86,8 +87,8 @@ pub(super) fn mount_fusectl() {
     mount_with("none", Path::new(CONNECTIONS), "fusectl", 0);
 }
 
-/// Unmounts fusectl in this mount namespace, which systemd mounts at boot. So a test starts without it
-/// on each machine.
+/// Unmounts fusectl in this mount namespace, which systemd mounts at boot. So a test starts without
+/// it on each machine.
 fn hide_fusectl() {
     let path = std::ffi::CString::new(CONNECTIONS).unwrap();
     // SAFETY: the C string lives until the call returns.
