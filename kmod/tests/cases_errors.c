@@ -154,7 +154,7 @@ static void ring_arguments(const struct vb_args *args)
 	vb_ok(dev.fd, VHOST_SET_VRING_ADDR, &addr, "VHOST_SET_VRING_ADDR");
 	require(ring_switch(&ring, true) == EFAULT, "start with a used ring outside of guest memory: not EFAULT");
 	ring_start(&ring);
-	/* What runs is not to be set up anew. */
+	/* A running ring cannot be set up again. */
 	state = (struct vhost_vring_state) { .index = 0, .num = 32 };
 	vb_fails(dev.fd, VHOST_SET_VRING_NUM, &state, EBUSY, "VHOST_SET_VRING_NUM of a running ring");
 	vb_fails(dev.fd, VHOST_SET_VRING_BASE, &state, EBUSY, "VHOST_SET_VRING_BASE of a running ring");

@@ -129,7 +129,10 @@ static void slow_stop(const struct vb_args *args)
 	vb_close(&dev);
 }
 
-/* Asked of a ring that runs: all that was taken is answered, and it goes on. */
+/*
+ * Reads the base of a running ring. Requests that were taken are completed,
+ * and the ring continues.
+ */
 static void slow_base(const struct vb_args *args)
 {
 	struct vb_buffer buffer;

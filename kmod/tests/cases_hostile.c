@@ -60,7 +60,10 @@ static char outcome(struct liar *l, int head)
 	fail("a lie is neither answered nor refused");
 }
 
-/* After whatever was sent, an honest request is served: at once, or when the ring was set up anew. */
+/*
+ * Checks that a valid request is served after the hostile ones: at once, or
+ * after the ring is set up again.
+ */
 static void still_serves(struct liar *l, char seen, const char *what)
 {
 	if (seen == 'b')

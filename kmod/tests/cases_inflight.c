@@ -121,7 +121,10 @@ static struct vhost_blk_vring_inflight told(const struct note *note, unsigned in
 	};
 }
 
-/* Starts a ring with the requests that a former owner had in flight, behind which it goes on. */
+/*
+ * Starts a ring with the requests that a former owner had in flight. The ring
+ * continues after them.
+ */
 static void start_noted(struct vb_ring *ring, struct note *note)
 {
 	struct vhost_blk_vring_inflight inflight = told(note, ring->index);
@@ -394,7 +397,7 @@ static void hostile(const struct vb_args *args)
 	ring_push(&ring, &chain);
 	ring_kick(&ring);
 	for (uint64_t end = now_ms() + WAIT_MS; !ring_broken(&ring); usleep(1000))
-		require(now_ms() < end, "a ring goes on whose region cannot be written to");
+		require(now_ms() < end, "a ring continues although its region cannot be written to");
 	require(*buffer_status(&buffer, 4096) == NO_STATUS, "a request that was not noted was done");
 	ring_stop(&ring);
 	vb_close(&dev);

@@ -49,7 +49,10 @@ static void stage_end(struct stage *s)
 	vb_close(&s->dev);
 }
 
-/* A ring is stopped with requests in it; what is answered and what the base says must agree; and it goes on there. */
+/*
+ * Stops a ring that has requests. The requests completed must agree with the
+ * base, and the ring must continue there.
+ */
 static void stop_and_start(const struct vb_args *args)
 {
 	static struct vb_chain chain;

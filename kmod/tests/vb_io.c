@@ -150,7 +150,7 @@ void require_same(const void *is, const void *should, size_t bytes, const char *
 #define LOAD_BYTES	(16u << 10)
 #define LOAD_DEPTH_MAX	64
 
-/* A slot writes its piece of the disk, reads it back, compares, and begins anew. */
+/* A slot writes its part of the disk, reads it, compares, and begins again. */
 struct slot {
 	struct vb_buffer buffer;
 	struct vring_desc *table;

@@ -1,20 +1,23 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * vhost_blk: what its parts share.
+ * vhost_blk: declarations that the module's files share.
  *
- * dev.c      the misc device: open, release, ioctls. In the owner's context, under vhost_dev.mutex.
- * ring.c     a ring's life: start, turns of its worker, completions, drain, stop.
- * inflight.c what a ring has in flight, noted for its owner's successor; what a former one left.
- * request.c  a request: header, status, dirty log; what it means, and how it ends.
+ * dev.c      the misc device: open, release, ioctls. Runs in the owner's
+ *            context, under vhost_dev.mutex.
+ * ring.c     the life cycle of a ring: start, turns of its worker, completions,
+ *            drain, stop.
+ * inflight.c the in-flight region, and requests of a former owner.
+ * request.c  a request: header, status, dirty log, completion.
  * data.c     bios: pinned or copied data, flushes.
  * range.c    DISCARD and WRITE_ZEROES.
  *
- * A request's way: kick -> worker -> vhost_blk_turn -> vhost_blk_req_begin -> submit_bio ... end_io
- * (any context) -> ring->done, lockless -> worker -> vhost_blk_reap -> status, dirty log, used
- * ring, signal.
+ * The path of a request: kick -> worker -> vhost_blk_turn ->
+ * vhost_blk_req_begin -> submit_bio ... end_io (any context) -> ring->done,
+ * lockless -> worker -> vhost_blk_reap -> status, dirty log, used ring, signal.
  *
- * Lock order: vhost_dev.mutex, a vhost worker's mutex (the core's), vhost_virtqueue.mutex. Nobody
- * holds two rings'. What writes the guest's memory holds the ring's mutex.
+ * Lock order: vhost_dev.mutex, a vhost worker's mutex (the core's),
+ * vhost_virtqueue.mutex. No thread holds the mutexes of two rings. Code that
+ * writes the guest's memory holds the ring's mutex.
  */
 #ifndef _VHOST_BLK_H
 #define _VHOST_BLK_H
@@ -33,41 +36,45 @@
 #include "compat.h"
 
 /*
- * A turn's budget, after which the worker looks at its other rings. One large request uses it up.
+ * Budget of a turn. The worker looks at its other rings when it is used up.
+ * One large request can use it up.
  */
 #define VHOST_BLK_TURN_REQUESTS	256
 #define VHOST_BLK_TURN_BYTES	SZ_1M
 
 /*
- * The largest data of a request, and of all that a ring has in flight unless it is one. What stands
- * for it in kernel memory (a bio_vec a page, 1/256; where segments are blocks of 512 bytes, 1/32)
- * is what a guest could otherwise make grow without end.
+ * Maximum data of one request, and of all requests of a ring that are in
+ * flight. This bounds the kernel memory that
+ * a guest can use: one bio_vec for each page (1/256 of the data), or 1/32 of
+ * the data if each segment is a block of 512 bytes.
  */
 #define VHOST_BLK_DATA_MAX	SZ_256M
 
 /*
- * The same for data that the device cannot reach where it is: that is copied, through kernel pages.
+ * The same limit for data that the device cannot reach directly. Such data is
+ * copied through kernel pages.
  */
 #define VHOST_BLK_BOUNCE_MAX	SZ_4M
 
 /*
- * Pages of the bio that is part of each request, and the most of another one, which just fits into
- * a page then.
+ * Pages in the bio that is part of each request, and the maximum in any other
+ * bio. A bio of the maximum size just fits into one page.
  */
 #define VHOST_BLK_INLINE_VECS	8
 #define VHOST_BLK_BIO_VECS	224
 
-/* Ranges of one DISCARD or WRITE_ZEROES. */
+/* Maximum number of ranges in one DISCARD or WRITE_ZEROES. */
 #define VHOST_BLK_RANGES_MAX	256
 
 /**
- * struct vhost_blk_disk - what stands behind the rings
+ * struct vhost_blk_disk - the backend of the rings
  * @file: the owner's block device, or NULL.
- * @bdev: the same.
- * @readonly: nothing is written.
- * @serial: for GET_ID.
+ * @bdev: the block device of @file, or NULL.
+ * @readonly: writes are refused.
+ * @serial: the answer to GET_ID.
  *
- * Changes under vhost_dev.mutex while no ring runs, hence constant for requests.
+ * It changes under vhost_dev.mutex while no ring runs. Requests therefore see
+ * it as constant.
  */
 struct vhost_blk_disk {
 	struct file *file;
@@ -91,10 +98,10 @@ struct vhost_blk_bio {
 };
 
 /**
- * struct vhost_blk_range - what is left of one range of a DISCARD or WRITE_ZEROES
- * @sector: where it starts.
- * @sectors: how much.
- * @unmap: zeroes may be had by deallocating.
+ * struct vhost_blk_range - the rest of one range of a DISCARD or WRITE_ZEROES
+ * @sector: the first sector.
+ * @sectors: the number of sectors.
+ * @unmap: the device may deallocate in order to write zeroes.
  */
 struct vhost_blk_range {
 	sector_t sector;
@@ -104,37 +111,42 @@ struct vhost_blk_range {
 
 /**
  * struct vhost_blk_req - one request, in the slot of its head
- * @done: in ring->done; from then on the request is the one's who takes it from there.
- * @pending: its bios in flight, and one while they are submitted.
- * @error: of a bio that failed; written from any context before @pending goes down.
+ * @done: entry in ring->done. The thread that takes it from the list owns the
+ *	request from then on.
+ * @pending: the number of bios in flight, plus one while bios are submitted.
+ * @error: status of a bio that failed. Written from any context before
+ *	@pending is decremented.
  * @ring: the ring.
  *
- * The rest belongs to who holds the ring's mutex:
+ * The ring's mutex protects the other fields:
  * @head: the chain's head, and the slot's index.
  * @busy: taken and not put back.
- * @lost: the owner was killed when this was taken: nobody is told how it ends.
- * @flush_after: what it wrote has to be made stable by a flush when its bios are done.
+ * @lost: the owner was killed when this was taken. The result is not reported.
+ * @flush_after: a flush has to follow the bios, to make the data stable.
  * @type: VIRTIO_BLK_T_*.
  * @status: VIRTIO_BLK_S_*, unless a bio failed.
- * @bounced: its data goes through pages of ours.
+ * @bounced: the data is copied through kernel pages.
  * @offloaded: the device was told to write zeroes by itself.
- * @written: bytes of the guest's buffers that a success fills, without the status.
- * @data_bytes: data of an IN or OUT.
- * @status_at: the status byte, in the owner's memory; NULL if the chain has no room for one.
- * @bios: its bios, done or in flight.
- * @bounce_to: where bounced data of an IN goes.
- * @bounce_segs: what @bounce_to points to.
- * @ranges: of a DISCARD or WRITE_ZEROES, &@range or allocated; NULL if there are none.
- * @range_at: the one that is worked on.
- * @ranges_left: how many are not done, with that one.
- * @step: sectors of it that are on their way.
- * @range: room for one.
- * @log: guest-physical ranges that it may write, @log_inline or allocated. Only while the log is
- *	on.
- * @log_num: how many, or 0.
- * @log_bytes: how many bytes of them.
- * @log_inline: room for few.
- * @vecs: of @first.
+ * @written: bytes of the guest's buffers that a success fills, without the
+ *	status.
+ * @data_bytes: bytes of data of an IN or OUT.
+ * @status_at: the status byte, in the owner's memory. NULL if the chain has no
+ *	room for one.
+ * @bios: the request's bios, done or in flight.
+ * @bounce_to: the destination of bounced data of an IN.
+ * @bounce_segs: the segments that @bounce_to points to.
+ * @ranges: ranges of a DISCARD or WRITE_ZEROES: &@range or allocated. NULL if
+ *	there are none.
+ * @range_at: the current range.
+ * @ranges_left: the number of ranges that are not done, with the current one.
+ * @step: sectors of the current range that are in flight.
+ * @range: room for one range.
+ * @log: guest-physical ranges that the request may write: @log_inline or
+ *	allocated. Set only while the dirty log is on.
+ * @log_num: the number of ranges in @log, or 0.
+ * @log_bytes: the number of bytes in these ranges.
+ * @log_inline: room for a few ranges.
+ * @vecs: the bio_vecs of @first.
  * @first: a bio that need not be allocated.
  */
 struct vhost_blk_req {
@@ -171,23 +183,24 @@ struct vhost_blk_req {
 	struct vhost_blk_bio first;
 };
 
-/* Why a ring that was started takes nothing (struct vhost_blk_ring.hold). */
-#define VHOST_BLK_HOLD_STOP	BIT(0)	/* it is to stop, or the stop was interrupted */
-#define VHOST_BLK_HOLD_REST	BIT(1)	/* the dirty log is switched, or its base asked for */
-#define VHOST_BLK_HOLD_BROKEN	BIT(2)	/* the guest put something impossible into it */
-#define VHOST_BLK_HOLD_DROP	BIT(3)	/* the device is closed: nobody is told of anything */
+/* Reasons why a started ring takes no requests (struct vhost_blk_ring.hold). */
+#define VHOST_BLK_HOLD_STOP	BIT(0)	/* a stop has begun */
+#define VHOST_BLK_HOLD_REST	BIT(1)	/* drained for the log or base */
+#define VHOST_BLK_HOLD_BROKEN	BIT(2)	/* its content is invalid */
+#define VHOST_BLK_HOLD_DROP	BIT(3)	/* the device is closed */
 
 struct vhost_blk_region;
 
 /**
- * struct vhost_blk_inflight - where a ring notes what it has in flight
- * @region: in the owner's memory, or NULL: nothing is noted.
- * @num: descriptors that the region has room for.
- * @counter: of the request that is taken next.
- * @last_batch_head: where the list of requests begins that were put back last.
- * @replays: in the owner's memory: heads of requests that a former owner had in flight.
- * @replay_num: how many.
- * @replays_left: of those, the ones that are still to be begun. They count as in flight.
+ * struct vhost_blk_inflight - the in-flight region of a ring
+ * @region: in the owner's memory. NULL if the owner has set none.
+ * @num: the number of descriptors that the region has room for.
+ * @counter: the number of the next request that is taken.
+ * @last_batch_head: first in the list of requests that were put back last.
+ * @replays: in the owner's memory: heads of requests that a former owner had
+ *	in flight.
+ * @replay_num: the number of these heads.
+ * @replays_left: how many of them are not begun. They count as in flight.
  */
 struct vhost_blk_inflight {
 	struct vhost_blk_region __user *region;
@@ -201,34 +214,39 @@ struct vhost_blk_inflight {
 
 /**
  * struct vhost_blk_ring - a virtqueue
- * @vq: the core's part. @vq.private_data is set from the start until the last request is back: so
- *	long the core checks what the owner changes, and we may write through the addresses that it
+ * @vq: the core's part. @vq.private_data is set from the start until the last
+ *	request is back. During that time the core checks what the owner
+ *	changes, and the module may write through the addresses that the core
  *	checked.
  * @blk: the device.
  *
  * Under @vq.mutex, changed under vhost_dev.mutex too:
- * @reqs: slots, one a descriptor, or NULL: the ring is stopped.
- * @num: how many.
+ * @reqs: slots, one for each descriptor. NULL if the ring is stopped.
+ * @num: the number of slots.
  *
  * Under @vq.mutex:
- * @inflight: where requests in flight are noted; set while the ring is stopped.
- * @hold: VHOST_BLK_HOLD_*: takes nothing while one is set.
- * @stalled: the next request waits for memory of others (VHOST_BLK_DATA_MAX).
- * @requeued: the kick's work was queued by us, not by a kick.
- * @in_flight: requests taken and not put back, also by a former owner. Read without the lock.
- * @data_bytes: of those, the data of IN and OUT.
- * @bounce_bytes: of those, what is copied.
+ * @inflight: the in-flight region. Set while the ring is stopped.
+ * @hold: VHOST_BLK_HOLD_*. The ring takes no requests while one is set.
+ * @stalled: the next request waits for memory (VHOST_BLK_DATA_MAX) that other
+ *	requests of the ring use.
+ * @requeued: the module queued the kick's work, not a kick.
+ * @in_flight: requests taken and not put back, also by a former owner. Read
+ *	without the lock.
+ * @data_bytes: data of the IN and OUT requests in flight.
+ * @bounce_bytes: the part of @data_bytes that is copied.
  * @stats: counters. Read without the lock.
  *
  * Under vhost_dev.mutex:
- * @late: an end_io that has handed its request over may still be about to queue @done_work.
+ * @late: an end_io that has handed its request over may still be about to queue
+ *	@done_work.
  *
  * Any context:
  * @done: requests whose bios are done.
- * @in_turn: somebody holds @vq.mutex who looks at @done afterwards, so @done_work need not be
- *	queued.
- * @done_work: takes @done.
- * @drained: who waits for @in_flight to be zero, and takes @done itself if the worker is dead.
+ * @in_turn: a thread holds @vq.mutex and looks at @done afterwards, so
+ *	@done_work need not be queued.
+ * @done_work: takes the requests in @done.
+ * @drained: wait queue of drains. A drain waits until @in_flight is zero. If
+ *	the worker is dead, the drain takes @done itself.
  */
 struct vhost_blk_ring {
 	struct vhost_virtqueue vq;
@@ -257,8 +275,8 @@ struct vhost_blk_ring {
 /**
  * struct vhost_blk - an open /dev/vhost-blk
  * @dev: the core's part.
- * @vqs: for the core.
- * @disk: the backend; see there.
+ * @vqs: the virtqueues, as an array for the core.
+ * @disk: the backend.
  * @rings: the virtqueues.
  */
 struct vhost_blk {
@@ -268,11 +286,11 @@ struct vhost_blk {
 	struct vhost_blk_ring rings[VHOST_BLK_VRINGS_MAX];
 };
 
-/* How vhost_blk_drain waits, and what becomes of what is done. */
+/* How vhost_blk_drain waits, and whether it reports results to the guest. */
 enum vhost_blk_drain {
-	/* The owner asks: the guest is told; a fatal signal ends the wait. */
+	/* Results are reported. A fatal signal ends the wait. */
 	VHOST_BLK_DRAIN_KILLABLE,
-	/* No memory to write to any more: resources are given back, nothing else. */
+	/* The guest's memory is gone: only free resources. */
 	VHOST_BLK_DRAIN_DROP,
 };
 
@@ -300,7 +318,7 @@ int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, 
 bool vhost_blk_req_end(struct vhost_blk_req *req, bool tell, u32 *used_len);
 void vhost_blk_req_done(struct vhost_blk_req *req);
 
-/* What vhost_blk_rw() returns is an errno, or this. */
+/* vhost_blk_rw() returns an errno or this value. */
 #define VHOST_BLK_STALLED	1
 
 bool vhost_blk_in_bounds(struct block_device *bdev, u64 sector, u64 sectors);
@@ -314,8 +332,9 @@ bool vhost_blk_range_step(struct vhost_blk_req *req);
 void vhost_blk_ranges_free(struct vhost_blk_req *req);
 
 /*
- * Whether this worker runs for the last time. It is a thread of its owner; the core lets it run
- * what is queued once more after it has taken the signal, which is not pending any more then.
+ * Whether this worker runs for the last time. The worker is a thread of its
+ * owner. After it has taken the fatal signal, the core lets it run the queued
+ * work once more. The signal is no longer pending then.
  */
 static inline bool vhost_blk_owner_dies(void)
 {
@@ -327,13 +346,16 @@ static inline struct block_device *vhost_blk_bdev(struct vhost_blk_req *req)
 	return req->ring->blk->disk.bdev;
 }
 
-/* A bio of the request failed, or could not be made. Any context. */
+/* A bio of the request failed, or could not be allocated. Any context. */
 static inline void vhost_blk_req_fail(struct vhost_blk_req *req, blk_status_t error)
 {
 	WRITE_ONCE(req->error, error);
 }
 
-/* One bio less, or no more bios come. Any context; the last one hands the request over. */
+/*
+ * Drops one count: a bio is done, or the submission has ended. The last one
+ * hands the request over. Any context.
+ */
 static inline void vhost_blk_req_put(struct vhost_blk_req *req)
 {
 	if (atomic_dec_and_test(&req->pending))

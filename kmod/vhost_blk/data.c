@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * vhost_blk: bios. The data of IN and OUT, and flushes.
+ * vhost_blk: bios for the data of IN and OUT, and flushes.
  *
- * The device works on the guest's own pages where it can reach them, else on pages of ours, which
- * are copied to or from. Begun by the worker under the ring's mutex, ended in any context.
+ * The device works on the guest's own pages if it can reach them. If not, the
+ * data is copied through kernel pages. The worker begins these bios under the
+ * ring's mutex. They end in any context.
  */
 #include <linux/mm.h>
 #include <linux/slab.h>
 
 #include "blk.h"
 
-/* Pages that are pinned at a time. */
+/* The number of pages that are pinned at a time. */
 #define VHOST_BLK_PIN_PAGES	32
 
 /**
- * vhost_blk_in_bounds - whether sectors lie on a disk, as large as it is now
+ * vhost_blk_in_bounds - whether sectors lie within a disk's current size
  * @bdev: the disk.
- * @sector: the first one.
- * @sectors: how many.
+ * @sector: the first sector.
+ * @sectors: the number of sectors.
  */
 bool vhost_blk_in_bounds(struct block_device *bdev, u64 sector, u64 sectors)
 {
@@ -36,9 +37,9 @@ static void vhost_blk_end_io(struct bio *bio)
 }
 
 /*
- * The request's first bio is part of it, if it is small. Others are allocated without a mempool:
- * they go back when the worker ends the request, and a worker that waits in a mempool for itself
- * would wait for ever.
+ * A small request uses the bio that is part of it. Other bios are allocated
+ * without a mempool. They are freed only when the worker ends the request. A
+ * worker that waited for a mempool would wait for itself.
  */
 static struct vhost_blk_bio *vhost_blk_bio_new(struct vhost_blk_req *req, unsigned int vecs,
 					       blk_opf_t opf)
@@ -71,7 +72,7 @@ static void vhost_blk_bio_free(struct vhost_blk_req *req, struct vhost_blk_bio *
 		kfree(b);
 }
 
-/* Gives the pages of a request back. Its bios are done. */
+/* Releases the pages of a request. Its bios are done. */
 void vhost_blk_bios_free(struct vhost_blk_req *req)
 {
 	struct vhost_blk_bio *b;
@@ -83,8 +84,9 @@ void vhost_blk_bios_free(struct vhost_blk_req *req)
 }
 
 /*
- * Adds pinned pages to a bio, adjacent ones of a folio as one. Each bio_vec keeps one pin of each
- * page that it touches, which is what bio_release_pages() gives back.
+ * Adds pinned pages to a bio, adjacent pages of a folio as one bio_vec. Each
+ * bio_vec keeps one pin on each page that it touches, which is what
+ * bio_release_pages() releases.
  */
 static void vhost_blk_add_pages(struct bio *bio, struct page **pages, size_t bytes, size_t offset,
 				bool merge)
@@ -108,9 +110,10 @@ static void vhost_blk_add_pages(struct bio *bio, struct page **pages, size_t byt
 }
 
 /*
- * Pins the guest's pages into a bio, as many as it holds. As bio_iov_iter_get_pages() does it,
- * which not all kernels export. Without @merge a bio_vec is at most a page: a full bio is whole
- * blocks then, even if they are larger than pages.
+ * Pins as many of the guest's pages into a bio as it can hold. This is what
+ * bio_iov_iter_get_pages() does, which not all kernels export. Without @merge
+ * a bio_vec has at most one page. A full bio then has whole blocks, even if
+ * blocks are larger than pages.
  */
 static int vhost_blk_pin(struct bio *bio, struct iov_iter *data, bool merge)
 {
@@ -135,7 +138,7 @@ static int vhost_blk_pin(struct bio *bio, struct iov_iter *data, bool merge)
 	return 0;
 }
 
-/* Fills a bio with pages of ours, which hold what is to be written. */
+/* Fills a bio with kernel pages, and copies the data of a write into them. */
 static int vhost_blk_bounce(struct bio *bio, struct iov_iter *data, bool write)
 {
 	struct page *page;
@@ -155,7 +158,7 @@ static int vhost_blk_bounce(struct bio *bio, struct iov_iter *data, bool write)
 	return 0;
 }
 
-/* What was read, from our pages to where it belongs. */
+/* Copies the data of a read from kernel pages to its destination. */
 int vhost_blk_bounce_back(struct vhost_blk_req *req)
 {
 	struct bvec_iter_all iter;
@@ -174,13 +177,13 @@ int vhost_blk_bounce_back(struct vhost_blk_req *req)
 }
 
 /*
- * Makes the data into bios and submits them. On an error those that were submitted are waited for
- * as always.
+ * Makes bios for the data and submits them. After an error the bios that were
+ * submitted are waited for as usual.
  */
 static int vhost_blk_submit(struct vhost_blk_req *req, struct iov_iter *data, sector_t sector)
 {
 	bool write = req->type == VIRTIO_BLK_T_OUT;
-	/* As direct I/O does it: somebody waits for it. */
+	/* The same flags as direct I/O: somebody waits for the result. */
 	blk_opf_t opf = write ? REQ_OP_WRITE | REQ_SYNC | REQ_IDLE : REQ_OP_READ;
 	bool merge = bdev_logical_block_size(vhost_blk_bdev(req)) <= PAGE_SIZE;
 	struct vhost_blk_bio **tail = &req->bios, *b;
@@ -204,8 +207,8 @@ static int vhost_blk_submit(struct vhost_blk_req *req, struct iov_iter *data, se
 			return err;
 		}
 		/*
-		 * Stable before it is answered: by itself if it is one bio, else by one flush after
-		 * all of them.
+		 * Make the data stable before completion. A single bio
+		 * gets FUA. Several bios get one flush after them.
 		 */
 		if (req->flush_after && !req->bios && !iov_iter_count(data)) {
 			b->bio.bi_opf |= REQ_FUA;
@@ -222,9 +225,10 @@ static int vhost_blk_submit(struct vhost_blk_req *req, struct iov_iter *data, se
 }
 
 /*
- * Whether the device can reach the data where it is: each segment whole blocks, so that a bio can
- * end with any of them, and aligned as the device wants it and, for the same reason, to blocks or
- * pages.
+ * Whether the device can reach the data directly. Each segment must have whole
+ * blocks, so that a bio can end with any segment. It must have the alignment
+ * that the device needs, and for the same reason that of a block, or of a page
+ * if blocks are larger.
  */
 static bool vhost_blk_aligned(struct block_device *bdev, const struct iov_iter *data)
 {
@@ -242,7 +246,10 @@ static bool vhost_blk_aligned(struct block_device *bdev, const struct iov_iter *
 	return true;
 }
 
-/* Whether the ring may have that much more in flight; always if it has nothing. */
+/*
+ * Whether the ring may have that many more bytes in flight. Always true if it
+ * has none.
+ */
 static bool vhost_blk_has_room(struct vhost_blk_ring *ring, size_t bytes, bool bounced)
 {
 	if (bounced && ring->bounce_bytes && ring->bounce_bytes + bytes > VHOST_BLK_BOUNCE_MAX)
@@ -254,10 +261,11 @@ static bool vhost_blk_has_room(struct vhost_blk_ring *ring, size_t bytes, bool b
  * vhost_blk_rw - starts an IN or OUT
  * @req: the request.
  * @data: its data.
- * @sector: where on the disk.
+ * @sector: the position on the disk.
  *
- * Return: 0 if all of it is on its way, a negative errno if not, and VHOST_BLK_STALLED, without a
- * trace, if it has to wait for others of its ring.
+ * Return: 0 if all of the data is in flight, or a negative errno.
+ * VHOST_BLK_STALLED if the request has to wait for others of its ring; it then
+ * has changed nothing.
  */
 int vhost_blk_rw(struct vhost_blk_req *req, struct iov_iter *data, u64 sector)
 {
@@ -297,11 +305,11 @@ int vhost_blk_rw(struct vhost_blk_req *req, struct iov_iter *data, u64 sector)
 
 /**
  * vhost_blk_flush - submits a flush
- * @req: the request, without bios, with a count in @req->pending that is the caller's.
+ * @req: the request. It has no bios. The caller holds a count in @req->pending.
  */
 void vhost_blk_flush(struct vhost_blk_req *req)
 {
-	/* Without pages it is the bio that is part of the request. */
+	/* It has no pages, so it is the bio that is part of the request. */
 	struct vhost_blk_bio *b = vhost_blk_bio_new(req, 0, REQ_OP_WRITE | REQ_PREFLUSH | REQ_SYNC);
 
 	req->bios = b;

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * vhost_blk: the misc device /dev/vhost-blk. Its ioctls are described in uapi/linux/vhost_blk.h.
+ * vhost_blk: the misc device /dev/vhost-blk. uapi/linux/vhost_blk.h describes
+ * its ioctls.
  *
- * All here runs in the context of whoever holds the file, most of it under vhost_dev.mutex. Only
- * the owner, the process whose memory the rings are in, may change anything.
+ * All of this runs in the context of a process that has the file open, most of
+ * it under vhost_dev.mutex. Only the owner, the process whose memory the rings
+ * are in, may change anything.
  */
 #include <linux/compat.h>
 #include <linux/file.h>
@@ -17,8 +19,8 @@
 #include "blk.h"
 
 /*
- * What is honoured, whatever the disk; the owner offers the guest what its configuration space
- * bears out.
+ * The features that the module can serve with any disk. The owner offers the
+ * guest those that agree with its configuration space.
  */
 static const u64 vhost_blk_features =
 	BIT_ULL(VIRTIO_F_VERSION_1) | BIT_ULL(VIRTIO_F_ANY_LAYOUT) |
@@ -51,8 +53,8 @@ static struct vhost_blk_ring *vhost_blk_ring_from_user(struct vhost_blk *blk,
 }
 
 /*
- * Stops all rings, at once rather than one by one. Under vhost_dev.mutex, or with nobody else
- * there.
+ * Holds all rings before it stops the first one. The caller holds
+ * vhost_dev.mutex, or no other thread uses the device.
  */
 static int vhost_blk_stop_all(struct vhost_blk *blk, enum vhost_blk_drain how)
 {
@@ -68,8 +70,8 @@ static int vhost_blk_stop_all(struct vhost_blk *blk, enum vhost_blk_drain how)
 }
 
 /*
- * No ring runs: waits until no work of any ring is queued, and none will be, since whoever ended a
- * request has left vhost_blk_req_done().
+ * No ring runs. Waits until no work of a ring is queued. None can be queued
+ * later: each thread that ended a request has left vhost_blk_req_done().
  */
 static void vhost_blk_quiesce(struct vhost_blk *blk)
 {
@@ -87,7 +89,7 @@ static void vhost_blk_disk_put(struct vhost_blk *blk)
 
 	if (!file)
 		return;
-	/* What the page cache has of it is older than what the guest wrote. */
+	/* The page cache is older than what the guest wrote. */
 	invalidate_bdev(blk->disk.bdev);
 	memset(&blk->disk, 0, sizeof(blk->disk));
 	fput(file);
@@ -106,8 +108,8 @@ static int vhost_blk_open(struct inode *inode, struct file *file)
 		blk->vqs[i] = &blk->rings[i].vq;
 	}
 	/*
-	 * As many segments as the core's arrays in each vhost_virtqueue have, and a legal chain on
-	 * 1,024 descriptors.
+	 * As many segments as the arrays of the core in each vhost_virtqueue,
+	 * and as many as a valid chain of 1,024 descriptors can have.
 	 */
 	vhost_dev_init(&blk->dev, blk->vqs, VHOST_BLK_VRINGS_MAX, UIO_MAXIOV,
 		       VHOST_BLK_TURN_REQUESTS, VHOST_BLK_TURN_BYTES, true, NULL);
@@ -116,9 +118,10 @@ static int vhost_blk_open(struct inode *inode, struct file *file)
 }
 
 /*
- * Nobody else has the file. Nothing is told to the guest: the memory is not ours to write to (the
- * owner may be dead, and this its exit), and rings whose device goes away are reset. What the
- * device works on is waited for, for its pages.
+ * No other process has the file open. Nothing is reported to the guest: the
+ * module may not write to its memory (the owner may be dead, and this may be
+ * its exit), and rings whose device is gone are reset. The release waits for
+ * the bios in flight, because their pages are pinned.
  */
 static int vhost_blk_release(struct inode *inode, struct file *file)
 {
@@ -139,7 +142,7 @@ static int vhost_blk_release(struct inode *inode, struct file *file)
 	return 0;
 }
 
-/* A disk that the flags can be had with. */
+/* Checks that the disk can be used with these flags. */
 static int vhost_blk_disk_check(struct file *file, bool readonly)
 {
 	struct block_device *bdev;
@@ -147,7 +150,7 @@ static int vhost_blk_disk_check(struct file *file, bool readonly)
 	if (!S_ISBLK(file_inode(file)->i_mode))
 		return -ENOTBLK;
 	bdev = file_bdev(file);
-	/* Writes to zones have to come in order; several queues keep none. */
+	/* Writes to zones must be in order. Several queues do not keep one. */
 	if (bdev_is_zoned(bdev))
 		return -EOPNOTSUPP;
 	if (!(file->f_mode & FMODE_READ))
@@ -169,7 +172,10 @@ static int vhost_blk_disk_set(struct vhost_blk *blk, const struct vhost_blk_back
 	if (!file)
 		return -EBADF;
 	err = vhost_blk_disk_check(file, readonly);
-	/* We go past the page cache: nothing in it may be newer than the disk. */
+	/*
+	 * Bios bypass the page cache. Nothing in it may be newer than the
+	 * disk.
+	 */
 	if (!err)
 		err = sync_blockdev(file_bdev(file));
 	if (err) {
@@ -234,7 +240,7 @@ static long vhost_blk_set_vring(struct vhost_blk *blk, void __user *argp)
 		goto out;
 	if (state.num && ring->reqs && !(ring->hold & VHOST_BLK_HOLD_STOP))
 		goto out;
-	/* A stop that was interrupted is finished first. */
+	/* Finish a stop that was interrupted. */
 	err = vhost_blk_ring_stop(ring, VHOST_BLK_DRAIN_KILLABLE);
 	if (!err && state.num)
 		err = blk->disk.file ? vhost_blk_ring_start(ring) : -ENODEV;
@@ -272,8 +278,8 @@ static long vhost_blk_set_vring_inflight(struct vhost_blk *blk, void __user *arg
 }
 
 /*
- * Whoever has the file may read counters: they are of no memory, and the owner's other processes
- * are its monitors.
+ * Each process that has the file open may read the counters, for example a
+ * monitor that the owner started. They do not depend on the owner's memory.
  */
 static long vhost_blk_get_vring_stats(struct vhost_blk *blk, void __user *argp)
 {
@@ -307,7 +313,7 @@ static long vhost_blk_get_vring_stats(struct vhost_blk *blk, void __user *argp)
 	return copy_to_user(argp, &stats, min_t(size_t, size, sizeof(stats))) ? -EFAULT : 0;
 }
 
-/* Holds, drains, or lets go on the rings that run. Under vhost_dev.mutex. */
+/* Holds, drains or releases the rings that run. Under vhost_dev.mutex. */
 static int vhost_blk_pause(struct vhost_blk *blk)
 {
 	int i, err = 0;
@@ -345,8 +351,9 @@ static bool vhost_blk_any_started(struct vhost_blk *blk)
 }
 
 /*
- * While rings run only the dirty log can be switched, and that on drained rings: a request that was
- * taken before does not know what it writes, and would write it after the switch.
+ * While rings run only the dirty log can be switched, and only on drained
+ * rings. A request that was taken before has not kept the ranges that it
+ * writes. It would write them after the switch without logging them.
  */
 static long vhost_blk_set_features(struct vhost_blk *blk, u64 features)
 {
@@ -361,7 +368,10 @@ static long vhost_blk_set_features(struct vhost_blk *blk, u64 features)
 	err = vhost_dev_check_owner(&blk->dev);
 	if (err)
 		goto out;
-	/* The same for all rings; changes under vhost_dev.mutex only. */
+	/*
+	 * All rings have the same features. They change under vhost_dev.mutex
+	 * only.
+	 */
 	now = blk->rings[0].vq.acked_features;
 	if (features == now)
 		goto out;
@@ -404,7 +414,10 @@ static long vhost_blk_reset_owner(struct vhost_blk *blk)
 	vhost_dev_stop(&blk->dev);
 	vhost_blk_quiesce(blk);
 	vhost_dev_reset_owner(&blk->dev, umem);
-	/* Addresses of the former owner's. No ring runs, and no other thread looks at them. */
+	/*
+	 * Addresses of the former owner. No ring runs, and no other thread
+	 * looks at them.
+	 */
 	for (i = 0; i < VHOST_BLK_VRINGS_MAX; i++)
 		memset(&blk->rings[i].inflight, 0, sizeof(blk->rings[i].inflight));
 	vhost_blk_disk_put(blk);
@@ -414,8 +427,9 @@ out:
 }
 
 /*
- * The core moves a ring without a kick and without a backend from one worker to another without
- * looking at what is queued; of a ring that was just stopped that may be a completion.
+ * The core can move a ring without a kick and without a backend to another
+ * worker. It does not look at the work that is queued then. For a ring that
+ * was just stopped, that work may be a completion.
  */
 static long vhost_blk_worker_ioctl(struct vhost_blk *blk, unsigned int cmd, void __user *argp)
 {
@@ -433,7 +447,7 @@ static long vhost_blk_worker_ioctl(struct vhost_blk *blk, unsigned int cmd, void
 	return err;
 }
 
-/* The core's ioctls, and what we have to see to before. */
+/* Runs the core's ioctls, with the preparation that some of them need. */
 static long vhost_blk_core_ioctl(struct vhost_blk *blk, unsigned int cmd, void __user *argp)
 {
 	struct vhost_blk_ring *ring, *rests = NULL;
@@ -447,7 +461,7 @@ static long vhost_blk_core_ioctl(struct vhost_blk *blk, unsigned int cmd, void _
 		else if (state.num > VHOST_BLK_VRING_NUM_MAX)
 			err = -EINVAL;
 	} else if (cmd == VHOST_GET_VRING_BASE && !vhost_dev_check_owner(&blk->dev)) {
-		/* Where to go on is true only of a ring that has put back all that it took. */
+		/* The base is valid only after all requests are put back. */
 		ring = vhost_blk_ring_from_user(blk, argp);
 		if (!IS_ERR(ring) && (ring->hold & VHOST_BLK_HOLD_STOP)) {
 			err = vhost_blk_ring_stop(ring, VHOST_BLK_DRAIN_KILLABLE);
@@ -467,7 +481,7 @@ static long vhost_blk_core_ioctl(struct vhost_blk *blk, unsigned int cmd, void _
 	return err;
 }
 
-/* An ioctl's number without the size of its struct, which is another one in another version. */
+/* The number of an ioctl without the struct size, which versions can change. */
 #define VHOST_BLK_ANY_SIZE(cmd)	((cmd) & ~IOCSIZE_MASK)
 
 static long vhost_blk_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
@@ -476,7 +490,7 @@ static long vhost_blk_ioctl(struct file *file, unsigned int cmd, unsigned long a
 	void __user *argp = (void __user *)arg;
 	u64 features;
 
-	/* Structs that grow say by themselves how long they are. */
+	/* Structs that can grow give their length in a field. */
 	switch (VHOST_BLK_ANY_SIZE(cmd)) {
 	case VHOST_BLK_ANY_SIZE(VHOST_BLK_SET_BACKEND):
 		return vhost_blk_set_backend(blk, argp);
@@ -504,7 +518,10 @@ static long vhost_blk_ioctl(struct file *file, unsigned int cmd, unsigned long a
 	case VHOST_GET_VRING_WORKER:
 		return vhost_blk_worker_ioctl(blk, cmd, argp);
 	default:
-		/* The core reads a ring's index before it knows whether an ioctl has one. */
+		/*
+		 * The core reads a ring's index before it knows whether an
+		 * ioctl has one.
+		 */
 		if (_IOC_TYPE(cmd) != VHOST_VIRTIO ||
 		    _IOC_NR(cmd) >= _IOC_NR(VHOST_BLK_SET_BACKEND))
 			return -ENOTTY;

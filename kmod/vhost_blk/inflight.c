@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * vhost_blk: what a ring has in flight, noted where a restart of its owner finds it (vhost-user
- * protocol, "Inflight I/O tracking"), and the requests that a former owner left behind.
+ * vhost_blk: the in-flight region of a ring, from which a restarted owner
+ * recovers (vhost-user protocol, "Inflight I/O tracking"), and the requests of
+ * a former owner.
  *
- * The region is the owner's memory and shared with its front end. Nothing is read from it: what
- * the notes depend on is kept in the kernel. An owner that is killed loses no store that was
- * executed, so the order of the program is the order that matters:
+ * The region is in the owner's memory and shared with its front end. The
+ * module never reads it: it keeps its own state in the kernel. A kill of the
+ * owner loses no store that was executed, so program order is what matters:
  *
  *   a request is taken     its counter, then its mark; then it starts
- *   a batch is put back    a list through its heads; then the used index; then the marks go, and
- *                          the used index is noted
+ *   a batch is put back    a list through its heads; then the used index; then
+ *                          the marks are cleared, and the used index is noted
  *
  * The caller holds the ring's mutex and runs in the owner's address space.
  */
 #include "blk.h"
 
 /*
- * QueueRegionSplit and DescStateSplit of the protocol. Fields are the host's byte order, and none
- * is read here.
+ * QueueRegionSplit and DescStateSplit of the protocol. Fields have the host's
+ * byte order. The module reads none of them.
  */
 struct vhost_blk_desc_state {
 	u8 inflight;
@@ -44,11 +45,12 @@ static size_t vhost_blk_region_bytes(const struct vhost_blk_inflight *inflight)
 }
 
 /**
- * vhost_blk_inflight_set - where a stopped ring is to note what it has in flight
+ * vhost_blk_inflight_set - sets the in-flight region of a stopped ring
  * @ring: the ring.
- * @from: what the owner asks for; its size and index were looked at.
+ * @from: the owner's argument. Its size and index are checked already.
  *
- * Return: 0, -EBUSY: the ring runs, -EINVAL, -EFAULT: no addresses of user space.
+ * Return: 0, -EBUSY if the ring runs, -EINVAL, or -EFAULT if these are no
+ * addresses of user space.
  */
 int vhost_blk_inflight_set(struct vhost_blk_ring *ring,
 			   const struct vhost_blk_vring_inflight *from)
@@ -86,11 +88,12 @@ int vhost_blk_inflight_set(struct vhost_blk_ring *ring,
 }
 
 /**
- * vhost_blk_inflight_fits - whether the ring, as large as it is now, can be noted
+ * vhost_blk_inflight_fits - whether the region has room for the ring's size
  * @ring: the ring.
  *
- * A former owner had no more in flight than the ring has descriptors. The core reads the list of
- * its requests as it reads an available ring, whose entries are as many.
+ * A former owner had no more requests in flight than the ring has descriptors.
+ * The core reads the list of these requests as an available ring, which has
+ * the same number of entries.
  */
 bool vhost_blk_inflight_fits(const struct vhost_blk_ring *ring)
 {
@@ -108,7 +111,8 @@ bool vhost_blk_inflight_fits(const struct vhost_blk_ring *ring)
  * @ring: the ring.
  * @head: the request's head, below the ring's size.
  *
- * Return: false if it cannot be noted; then it must not start.
+ * Return: false if the region cannot be written. The request must not start
+ * then.
  */
 bool vhost_blk_inflight_take(struct vhost_blk_ring *ring, u16 head)
 {
@@ -131,24 +135,27 @@ fault:
 }
 
 /**
- * vhost_blk_inflight_untake - a request that was noted last goes back to where it was taken from
+ * vhost_blk_inflight_untake - clears the mark of a request that is put back
  * @ring: the ring.
- * @head: the request's head.
+ * @head: the request's head. The request was noted last.
  */
 void vhost_blk_inflight_untake(struct vhost_blk_ring *ring, u16 head)
 {
 	struct vhost_blk_region __user *region = ring->inflight.region;
 
-	/* A mark that stays does no harm: a successor begins the request, and goes on behind it. */
+	/*
+	 * A mark that stays does no harm: a successor begins the request and
+	 * continues with the next one.
+	 */
 	if (region && put_user(0, &region->desc[head].inflight))
 		pr_debug("Cannot write to the in-flight region %p\n", region);
 }
 
-/* What is noted of a batch. */
+/* The parts of a batch that are noted. */
 enum vhost_blk_note {
-	/* A list through its heads. */
+	/* The list through its heads. */
 	VHOST_BLK_NOTE_LINK,
-	/* Their marks go, and the used index. */
+	/* The marks, which are cleared, and the used index. */
 	VHOST_BLK_NOTE_CLEAR,
 };
 
@@ -185,11 +192,12 @@ fault:
 }
 
 /**
- * vhost_blk_inflight_link - notes which requests the used index is about to pass
+ * vhost_blk_inflight_link - notes which requests the used index will pass
  * @ring: the ring.
- * @count: the first so many of @ring->vq.heads.
+ * @count: the number of entries of @ring->vq.heads.
  *
- * Return: false if that cannot be noted; then the used index must not pass them.
+ * Return: false if the region cannot be written. The used index must not pass
+ * these requests then.
  */
 bool vhost_blk_inflight_link(struct vhost_blk_ring *ring, unsigned int count)
 {
@@ -199,9 +207,10 @@ bool vhost_blk_inflight_link(struct vhost_blk_ring *ring, unsigned int count)
 /**
  * vhost_blk_inflight_clear - notes that the used index has passed requests
  * @ring: the ring.
- * @count: the first so many of @ring->vq.heads.
+ * @count: the number of entries of @ring->vq.heads.
  *
- * Return: false if that cannot be noted; a successor finds it by their list.
+ * Return: false if the region cannot be written. A successor then finds these
+ * requests by their list.
  */
 bool vhost_blk_inflight_clear(struct vhost_blk_ring *ring, unsigned int count)
 {
@@ -209,11 +218,13 @@ bool vhost_blk_inflight_clear(struct vhost_blk_ring *ring, unsigned int count)
 }
 
 /**
- * vhost_blk_next_desc - the next request's chain: of what a former owner left, then of the ring
+ * vhost_blk_next_desc - gets the chain of the next request
  * @ring: the ring, notifications off.
  * @out: device-readable segments in @ring->vq.iov.
- * @in: device-writable ones after them.
+ * @in: device-writable segments after them.
  * @log_num: entries of @ring->vq.log.
+ *
+ * Requests of a former owner come first, then those of the ring.
  *
  * Return: as vhost_get_vq_desc().
  */
@@ -229,8 +240,9 @@ int vhost_blk_next_desc(struct vhost_blk_ring *ring, unsigned int *out, unsigned
 	if (!ring->inflight.replays_left)
 		return vhost_get_vq_desc(vq, vq->iov, ARRAY_SIZE(vq->iov), out, in, log, log_num);
 	/*
-	 * Their heads may be gone from the available ring by now. The core takes them from a list
-	 * in the owner's memory instead, and checks them as always.
+	 * The available ring may no longer have their heads. The core takes
+	 * them from a list in the owner's memory instead, and checks them as
+	 * usual.
 	 */
 	vq->avail = ring->inflight.replays;
 	vq->avail_idx = ring->inflight.replay_num;
@@ -243,10 +255,10 @@ int vhost_blk_next_desc(struct vhost_blk_ring *ring, unsigned int *out, unsigned
 }
 
 /**
- * vhost_blk_replays_drop - gives up the requests of a former owner that were not begun
+ * vhost_blk_replays_drop - drops the requests of a former owner not yet begun
  * @ring: the ring.
  *
- * Their marks stay.
+ * Their marks stay in the region.
  */
 void vhost_blk_replays_drop(struct vhost_blk_ring *ring)
 {

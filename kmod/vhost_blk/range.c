@@ -2,16 +2,19 @@
 /*
  * vhost_blk: DISCARD and WRITE_ZEROES.
  *
- * Their ranges can be as large as the disk, and where a device cannot write zeroes by itself the
- * block layer writes pages of them. So they go step by step, each begun when the one before has
- * ended, like any completion in the worker: it stays free for its rings, and what is in flight
- * stays small.
+ * A range can be as large as the disk. If a device cannot write zeroes by
+ * itself, the block layer writes pages of zeroes. A range is therefore split
+ * into steps. The worker begins a step when the one before is completed. The
+ * worker can serve its rings in between, and the amount in flight stays small.
  */
 #include <linux/slab.h>
 
 #include "blk.h"
 
-/* Bios of a step, if the device does each at once; else bytes of zeroes. */
+/*
+ * Limits of a step: bios if the device executes each at once, else bytes of
+ * zeroes.
+ */
 #define VHOST_BLK_STEP_BIOS	64
 #define VHOST_BLK_STEP_BYTES	SZ_16M
 
@@ -25,7 +28,7 @@ static void vhost_blk_range_end_io(struct bio *bio)
 	vhost_blk_req_put(req);
 }
 
-/* One range as the driver gives it. */
+/* Reads and checks one range of the driver. */
 static int vhost_blk_range_parse(struct vhost_blk_req *req, struct vhost_blk_range *range,
 				 struct iov_iter *data)
 {
@@ -39,7 +42,10 @@ static int vhost_blk_range_parse(struct vhost_blk_req *req, struct vhost_blk_ran
 	range->sector = le64_to_cpu(given.sector);
 	range->sectors = le32_to_cpu(given.num_sectors);
 	flags = le32_to_cpu(given.flags);
-	/* 5.2.6.2: flags that are not known, and unmap on a discard, are not supported. */
+	/*
+	 * 5.2.6.2: unknown flags, and the unmap flag on a discard, are not
+	 * supported.
+	 */
 	if (flags & ~VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP)
 		return -EOPNOTSUPP;
 	range->unmap = flags;
@@ -53,12 +59,13 @@ static int vhost_blk_range_parse(struct vhost_blk_req *req, struct vhost_blk_ran
 }
 
 /**
- * vhost_blk_ranges_parse - reads the ranges of a DISCARD or WRITE_ZEROES, before anything is done
- * for one of them
+ * vhost_blk_ranges_parse - reads all ranges of a DISCARD or WRITE_ZEROES
  * @req: the request.
- * @data: what follows its header.
+ * @data: the data after the request's header.
  *
- * Return: 0, -EOPNOTSUPP, or what else is wrong with them.
+ * It reads and checks all ranges before the first one is executed.
+ *
+ * Return: 0, -EOPNOTSUPP, or another errno if a range is invalid.
  */
 int vhost_blk_ranges_parse(struct vhost_blk_req *req, struct iov_iter *data)
 {
@@ -92,7 +99,7 @@ int vhost_blk_ranges_parse(struct vhost_blk_req *req, struct iov_iter *data)
 	req->range_at = req->ranges;
 	req->ranges_left = num;
 	req->step = 0;
-	/* What is discarded reads as anything, before and after a crash. */
+	/* Discarded sectors may have any content, before and after a crash. */
 	req->flush_after = !discard && !vhost_has_feature(vq, VIRTIO_BLK_F_FLUSH);
 	return 0;
 }
@@ -105,7 +112,7 @@ void vhost_blk_ranges_free(struct vhost_blk_req *req)
 	req->ranges_left = 0;
 }
 
-/* Sectors of the next step of a range. */
+/* The number of sectors in the next step of a range. */
 static sector_t vhost_blk_step_sectors(struct vhost_blk_req *req, struct vhost_blk_range *range)
 {
 	struct block_device *bdev = vhost_blk_bdev(req);
@@ -124,7 +131,10 @@ static sector_t vhost_blk_step_sectors(struct vhost_blk_req *req, struct vhost_b
 	return min(range->sectors, most);
 }
 
-/* The bios of @req->step sectors, all but the last one submitted. NULL: there is an error. */
+/*
+ * Makes the bios for @req->step sectors and submits all except the last one,
+ * which it returns. Returns NULL after an error.
+ */
 static struct bio *vhost_blk_step_bio(struct vhost_blk_req *req, struct vhost_blk_range *range)
 {
 	struct block_device *bdev = vhost_blk_bdev(req);
@@ -142,11 +152,12 @@ static struct bio *vhost_blk_step_bio(struct vhost_blk_req *req, struct vhost_bl
 }
 
 /**
- * vhost_blk_range_step - goes on with the ranges of a request
- * @req: the request, with a count in @req->pending that is the caller's; the ring's mutex is held.
+ * vhost_blk_range_step - begins the next step of a request's ranges
+ * @req: the request. The caller holds a count in @req->pending and the ring's
+ *	mutex.
  *
- * Return: true if something is on its way; false if all is done, or nothing can be done and the
- *	request has an error, or it has no ranges.
+ * Return: true if a step is in flight. False if all ranges are done, if the
+ *	request has an error, or if it has no ranges.
  */
 bool vhost_blk_range_step(struct vhost_blk_req *req)
 {
@@ -157,8 +168,9 @@ bool vhost_blk_range_step(struct vhost_blk_req *req)
 		return false;
 	if (req->error) {
 		/*
-		 * A device may learn that it cannot write zeroes only when it is told to, and fails
-		 * that in its own way; then pages of zeroes are written.
+		 * A device may find out that it cannot write zeroes only when
+		 * it gets the command, which then fails. Write pages of zeroes
+		 * in this case.
 		 */
 		if (!req->offloaded || bdev_write_zeroes_sectors(vhost_blk_bdev(req)))
 			return false;

@@ -2,13 +2,14 @@
 /*
  * vhost_blk: a request (Virtio 1.3, 5.2.6).
  *
- * Begun by the worker in a turn, ended by it or by a drain, always under the ring's mutex; its bios
- * end in any context. Header, data and status lie in the chain as the driver likes: nothing here
- * assumes that a buffer starts or ends where a field does. Every address, length and number is the
- * guest's.
+ * The worker begins a request in a turn. The worker or a drain ends it. Both
+ * hold the ring's mutex. Its bios end in any context. The driver chooses how
+ * header, data and status lie in the chain: this code does not assume that a
+ * buffer starts or ends where a field does. The guest chooses every address,
+ * length and number.
  *
- * The guest's pages are pinned for as long as the device works on them, and given back when the
- * request ends, which every request does exactly once.
+ * The guest's pages are pinned while the device works on them. They are
+ * released when the request ends. Each request ends exactly once.
  */
 #include <linux/slab.h>
 
@@ -25,8 +26,9 @@ static int vhost_blk_get_id(struct vhost_blk_req *req, struct iov_iter *data)
 }
 
 /*
- * Keeps what a request may write, for when it has been written. @whole: all that the chain lets us
- * write, not only the status byte, which is its last one.
+ * Keeps the ranges that a request may write, for the dirty log at its end.
+ * @whole: all device-writable bytes of the chain. If false, only the status
+ * byte, which is the last one.
  */
 static int vhost_blk_log_keep(struct vhost_blk_req *req, unsigned int num, bool whole, size_t bytes)
 {
@@ -43,7 +45,7 @@ static int vhost_blk_log_keep(struct vhost_blk_req *req, unsigned int num, bool 
 			req->log_bytes = bytes;
 			return 0;
 		}
-		/* Then nothing but the status is written. */
+		/* Only the status is written in this case. */
 		req->log = req->log_inline;
 		whole = false;
 		err = -ENOMEM;
@@ -69,7 +71,7 @@ static void vhost_blk_log_free(struct vhost_blk_req *req)
 	req->log_num = 0;
 }
 
-/* How a request ends that could not be started. */
+/* The status of a request that could not be started. */
 static u8 vhost_blk_status(int err)
 {
 	if (!err)
@@ -98,7 +100,10 @@ static void vhost_blk_req_reset(struct vhost_blk_req *req, struct vhost_blk_ring
 	atomic_set(&req->pending, 1);
 }
 
-/* Does what the header says. @data: what follows the header; @in: the device-writable segments. */
+/*
+ * Executes the command in the header. @data: the data after the header. @in:
+ * the device-writable segments.
+ */
 static int vhost_blk_dispatch(struct vhost_blk_req *req, u64 sector, struct iov_iter *data,
 			      struct iovec *in, unsigned int in_num, size_t in_len)
 {
@@ -112,7 +117,7 @@ static int vhost_blk_dispatch(struct vhost_blk_req *req, u64 sector, struct iov_
 	case VIRTIO_BLK_T_OUT:
 		return vhost_blk_rw(req, data, sector);
 	case VIRTIO_BLK_T_FLUSH:
-		/* Through us nothing was written to a read-only disk. */
+		/* The module has written nothing to a read-only disk. */
 		if (!req->ring->blk->disk.readonly)
 			vhost_blk_flush(req);
 		return 0;
@@ -131,16 +136,19 @@ static int vhost_blk_dispatch(struct vhost_blk_req *req, u64 sector, struct iov_
 
 /**
  * vhost_blk_req_begin - starts the request in @ring->vq.iov
- * @ring: the ring, its mutex held, in the worker.
+ * @ring: the ring. The worker calls this and holds its mutex.
  * @req: the slot, not busy, its head set.
  * @out: device-readable segments.
- * @in: device-writable ones after them.
- * @log_num: entries of @ring->vq.log, one for each writable descriptor; 0 if the log is off.
+ * @in: device-writable segments after them.
+ * @log_num: entries of @ring->vq.log, one for each writable descriptor. 0 if
+ *	the log is off.
  *
- * Whatever is wrong with the request becomes its status. A chain without a writable byte has no
- * room for one: nothing is done for it, and it goes back with length 0, so that the ring goes on.
+ * An error of the request becomes its status. A chain without a writable byte
+ * has no room for a status. It is not executed and is put back with length 0,
+ * so that the ring continues.
  *
- * Return: bytes of data; -EAGAIN: not begun, has to wait until others of the ring have ended.
+ * Return: bytes of data. -EAGAIN if the request was not begun, because it has
+ *	to wait until others of the ring have ended.
  */
 int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, unsigned int out,
 			unsigned int in, unsigned int log_num)
@@ -157,7 +165,7 @@ int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, 
 	iov_iter_init(&data, ITER_SOURCE, vq->iov, out, iov_length(vq->iov, out));
 	err = -EINVAL;
 	if (in_len) {
-		/* No segment is empty: the core makes none of an empty descriptor. */
+		/* No segment is empty: the core skips empty descriptors. */
 		req->status_at = (u8 __user *)in_iov[in - 1].iov_base + in_iov[in - 1].iov_len - 1;
 		if (copy_from_iter_full(&header, sizeof(header), &data)) {
 			req->type = vhost32_to_cpu(vq, header.type);
@@ -178,7 +186,7 @@ int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, 
 	if (err) {
 		req->status = vhost_blk_status(err);
 		/*
-		 * Pages are not pinned for a task that is to die. That is no fault of the disk's.
+		 * A dying task cannot pin pages. That is no error of the disk.
 		 */
 		req->lost = vhost_blk_owner_dies();
 	}
@@ -192,7 +200,10 @@ int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, 
 	return err;
 }
 
-/* What has to follow the bios that are done. False: nothing. */
+/*
+ * Starts what has to follow the bios that are done. Returns false if there is
+ * nothing.
+ */
 static bool vhost_blk_req_goes_on(struct vhost_blk_req *req)
 {
 	atomic_set(&req->pending, 1);
@@ -207,8 +218,8 @@ static bool vhost_blk_req_goes_on(struct vhost_blk_req *req)
 }
 
 /*
- * The status, and the dirty log, which covers whatever part of the data was written. Returns the
- * used length.
+ * Writes the status and the dirty log. The log covers the data even if only a
+ * part of it was written. Returns the used length.
  */
 static u32 vhost_blk_req_tell(struct vhost_blk_req *req)
 {
@@ -216,12 +227,15 @@ static u32 vhost_blk_req_tell(struct vhost_blk_req *req)
 
 	if (!req->status_at)
 		return 0;
-	/* Where the owner has no memory the guest sees no status: no reason to stop its ring. */
+	/*
+	 * If the owner has no memory there, the guest sees no status. That is
+	 * no reason to stop its ring.
+	 */
 	if (put_user(req->status, req->status_at)) {
 		pr_debug("Cannot write a status to %p\n", req->status_at);
 		req->lost = vhost_blk_owner_dies();
 	}
-	/* Not for nothing: of more bytes than it is told ranges of, the core makes a BUG. */
+	/* Skip an empty log: the core would call BUG(). */
 	if (req->log_num &&
 	    vhost_log_write(vq, req->log, req->log_num, req->log_bytes, NULL, 0) < 0) {
 		vq_err(vq, "Cannot write the dirty log\n");
@@ -232,11 +246,11 @@ static u32 vhost_blk_req_tell(struct vhost_blk_req *req)
 
 /**
  * vhost_blk_req_end - ends a request whose bios are done
- * @req: the request, the ring's mutex held.
+ * @req: the request. The caller holds the ring's mutex.
  * @tell: the owner's memory can be written to.
- * @used_len: what goes into the used ring.
+ * @used_len: the length for the used ring.
  *
- * Return: false if there is more to do first; it is on its way then.
+ * Return: false if more bios have to follow. They are in flight then.
  */
 bool vhost_blk_req_end(struct vhost_blk_req *req, bool tell, u32 *used_len)
 {
@@ -245,7 +259,7 @@ bool vhost_blk_req_end(struct vhost_blk_req *req, bool tell, u32 *used_len)
 	bool good = tell && req->status == VIRTIO_BLK_S_OK;
 
 	if (good && !req->error && req->bounce_segs && vhost_blk_bounce_back(req)) {
-		/* Pages are not brought in for a task that is to die. */
+		/* A dying task cannot fault pages in. */
 		req->lost = vhost_blk_owner_dies();
 		vhost_blk_req_fail(req, BLK_STS_IOERR);
 	}

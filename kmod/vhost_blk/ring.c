@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * vhost_blk: a ring's life.
+ * vhost_blk: the life cycle of a ring.
  *
- * Turns are taken by the vhost worker that the ring is attached to. Completions come from any
- * context and are put on a lockless list, which the worker takes whole: one store of the used index
- * and one look at whether the guest wants to be told, for as many as there are.
+ * The vhost worker that the ring is attached to runs its turns. Completions
+ * come from any context and are put on a lockless list. The worker takes the
+ * whole list at once. It then stores the used index once and checks once
+ * whether the guest wants a notification.
  *
- * The worker may be dead: a SIGKILL of the owner ends the vhost workers first (struct
- * vhost_worker.killed), and what is queued then never runs. So a drain waits for bios, not for the
- * worker, and finishes requests itself.
+ * The worker may be dead: a SIGKILL of the owner ends the vhost workers first
+ * (struct vhost_worker.killed). Work that is queued after that never runs. A
+ * drain therefore waits for bios, not for the worker, and finishes requests
+ * itself.
  */
 #include <linux/slab.h>
 #include <linux/virtio_ring.h>
@@ -20,17 +22,18 @@ static struct vhost_blk_ring *vhost_blk_ring_of(struct vhost_virtqueue *vq)
 	return container_of(vq, struct vhost_blk_ring, vq);
 }
 
-/* What the owner reads without the lock; those who write hold the ring's mutex. */
+/* The owner reads counters without the lock. Writers hold the ring's mutex. */
 static void vhost_blk_count(__u64 *counter, u64 by)
 {
 	WRITE_ONCE(*counter, *counter + by);
 }
 
 /**
- * vhost_blk_break - takes nothing more from a ring that cannot be understood
- * @ring: the ring, its mutex held.
+ * vhost_blk_break - takes no more requests from an invalid ring
+ * @ring: the ring. The caller holds its mutex.
  *
- * It stands until the owner stops it; what is in flight is finished.
+ * The ring stays broken until the owner stops it. Requests in flight are
+ * finished.
  */
 void vhost_blk_break(struct vhost_blk_ring *ring)
 {
@@ -39,8 +42,9 @@ void vhost_blk_break(struct vhost_blk_ring *ring)
 }
 
 /*
- * As vhost_signal() does it, which does not say whether it did: the guest asks for interrupts by a
- * flag or, with EVENT_IDX, by the index that it waits for.
+ * The same test as in vhost_signal(), which does not return its result. The
+ * guest asks for interrupts by a flag or, with EVENT_IDX, by the index that it
+ * waits for.
  */
 static bool vhost_blk_signal_wanted(struct vhost_virtqueue *vq)
 {
@@ -49,7 +53,8 @@ static bool vhost_blk_signal_wanted(struct vhost_virtqueue *vq)
 	bool valid;
 
 	/*
-	 * The used index before the word that the guest wrote before it looked at the used index.
+	 * Store the used index before reading the guest's word. The guest
+	 * writes the word before it reads the used index.
 	 */
 	smp_mb();
 	if (!vhost_has_feature(vq, VIRTIO_RING_F_EVENT_IDX)) {
@@ -93,8 +98,9 @@ static void vhost_blk_account(struct vhost_blk_ring *ring, struct vhost_blk_req 
 }
 
 /*
- * Shows the guest the first @count of vq->heads. What cannot be noted is not shown: a successor
- * would do it again, into buffers that are the guest's by then.
+ * Puts the first @count of vq->heads into the used ring. Requests that cannot
+ * be noted are not put there. A successor would repeat them, in buffers that
+ * the guest uses for something else by then.
  */
 static void vhost_blk_put_used(struct vhost_blk_ring *ring, unsigned int count)
 {
@@ -113,8 +119,8 @@ static void vhost_blk_put_used(struct vhost_blk_ring *ring, unsigned int count)
 }
 
 /*
- * Finishes what is done, under the ring's mutex. @tell: the guest's memory is there to be written
- * to, and current->mm is the owner's.
+ * Finishes the requests that are done, under the ring's mutex. @tell: the
+ * guest's memory can be written to, and current->mm is the owner's.
  */
 static void vhost_blk_reap(struct vhost_blk_ring *ring, bool tell)
 {
@@ -126,16 +132,16 @@ static void vhost_blk_reap(struct vhost_blk_ring *ring, bool tell)
 
 	if (!list)
 		return;
-	/* A worker that lives need not go on with a long request, either. */
+	/* A worker that still lives need not finish a long request either. */
 	if (ring->hold & VHOST_BLK_HOLD_DROP)
 		tell = false;
-	/* In the order in which they ended. */
+	/* In the order of completion. */
 	list = llist_reverse_order(list);
 	llist_for_each_entry_safe(req, next, list, done) {
 		if (!vhost_blk_req_end(req, tell, &used_len))
 			continue;
 		if (tell && !req->lost) {
-			/* The array has UIO_MAXIOV entries, more than a ring has requests. */
+			/* It has UIO_MAXIOV entries, enough for a ring. */
 			vq->heads[count].id = cpu_to_vhost32(vq, req->head);
 			vq->heads[count].len = cpu_to_vhost32(vq, used_len);
 			count++;
@@ -156,8 +162,8 @@ static void vhost_blk_reap(struct vhost_blk_ring *ring, bool tell)
 }
 
 /*
- * Takes one request. Returns its bytes of data, -EAGAIN when there is none to take, now or for
- * good.
+ * Takes one request. Returns its bytes of data. Returns -EAGAIN if no request
+ * can be taken, for now or until the ring is stopped.
  */
 static int vhost_blk_take(struct vhost_blk_ring *ring)
 {
@@ -174,7 +180,10 @@ static int vhost_blk_take(struct vhost_blk_ring *ring)
 		return -EAGAIN;
 	}
 	if (head == vq->num) {
-		/* From here on the guest kicks; what it added while we looked away is seen now. */
+		/*
+		 * The guest kicks from here on. Look again for requests that it
+		 * added before.
+		 */
 		if (!vhost_enable_notify(vq->dev, vq))
 			return -EAGAIN;
 		vhost_disable_notify(vq->dev, vq);
@@ -183,8 +192,8 @@ static int vhost_blk_take(struct vhost_blk_ring *ring)
 	req = &ring->reqs[head];
 	if (req->busy) {
 		/*
-		 * Two requests by one name: the guest could not tell which is done, and the slot is
-		 * in use.
+		 * Two requests have the same head. The guest could not tell
+		 * which one is done, and the slot is in use.
 		 */
 		if (!replay)
 			vhost_blk_put_back(vq);
@@ -192,7 +201,7 @@ static int vhost_blk_take(struct vhost_blk_ring *ring)
 		vhost_blk_break(ring);
 		return -EAGAIN;
 	}
-	/* The mark of a request that is begun again is there, and its number holds. */
+	/* A request that is begun again has its mark and keeps its number. */
 	if (!replay && !vhost_blk_inflight_take(ring, head)) {
 		vhost_blk_put_back(vq);
 		vq_err(vq, "Cannot write to the in-flight region\n");
@@ -206,20 +215,23 @@ static int vhost_blk_take(struct vhost_blk_ring *ring)
 		vhost_blk_put_back(vq);
 	}
 	if (bytes >= 0 && replay) {
-		/* It was counted when the ring started, and again when it was begun. */
+		/* It was counted when the ring started, and again now. */
 		ring->inflight.replays_left--;
 		WRITE_ONCE(ring->in_flight, ring->in_flight - 1);
 	}
 	return bytes;
 }
 
-/* What a former owner took is in flight: it is begun though the ring is held, to come to an end. */
+/*
+ * Requests of a former owner are in flight. They are begun even if the ring is
+ * held, so that they can end.
+ */
 static bool vhost_blk_takes(struct vhost_blk_ring *ring)
 {
 	return ring->reqs && (!ring->hold || ring->inflight.replays_left);
 }
 
-/* A budget's worth of requests, under one plug. */
+/* Takes requests up to the budget of a turn, under one plug. */
 static void vhost_blk_take_some(struct vhost_blk_ring *ring)
 {
 	struct vhost_virtqueue *vq = &ring->vq;
@@ -230,8 +242,8 @@ static void vhost_blk_take_some(struct vhost_blk_ring *ring)
 	vhost_disable_notify(vq->dev, vq);
 	for (;;) {
 		/*
-		 * An owner that dies takes nothing: its next life, or its successor, finds it in
-		 * the ring.
+		 * A dying owner takes no requests. A restarted owner or a
+		 * successor finds them in the ring.
 		 */
 		if (vhost_blk_owner_dies() || !vhost_blk_takes(ring))
 			break;
@@ -249,8 +261,8 @@ static void vhost_blk_take_some(struct vhost_blk_ring *ring)
 }
 
 /*
- * A worker's turn at a ring, under its mutex. Completions that come while it lasts are seen at its
- * end, so nobody need wake the worker for them.
+ * A worker's turn at a ring, under its mutex. The end of the turn sees
+ * completions that came during it, so they need not wake the worker.
  */
 static void vhost_blk_turn(struct vhost_blk_ring *ring, bool take)
 {
@@ -259,7 +271,10 @@ static void vhost_blk_turn(struct vhost_blk_ring *ring, bool take)
 		vhost_blk_take_some(ring);
 	vhost_blk_reap(ring, true);
 	WRITE_ONCE(ring->in_turn, false);
-	/* Pairs with llist_add() in vhost_blk_req_done(): one of the two sees the other. */
+	/*
+	 * Pairs with llist_add() in vhost_blk_req_done(): one side sees the
+	 * other.
+	 */
 	smp_mb();
 	if (!llist_empty(&ring->done))
 		vhost_vq_work_queue(&ring->vq, &ring->done_work);
@@ -290,11 +305,14 @@ static void vhost_blk_done(struct vhost_work *work)
 }
 
 /**
- * vhost_blk_req_done - a request has no bio in flight: hands it over to whoever finishes it
- * @req: the request; from here on not the caller's, and its slot may be gone at once.
+ * vhost_blk_req_done - hands over a request that has no bio in flight
+ * @req: the request. It does not belong to the caller any more, and its slot
+ *	may be freed at once.
  *
- * Context: any. What is touched after the hand-over is the ring's, which lives until an RCU grace
- *	period after the drain has passed.
+ * The worker or a drain finishes the request.
+ *
+ * Context: any. After the hand-over this uses only the ring, which lives until
+ *	an RCU grace period after the drain has passed.
  */
 void vhost_blk_req_done(struct vhost_blk_req *req)
 {
@@ -304,8 +322,8 @@ void vhost_blk_req_done(struct vhost_blk_req *req)
 	if (llist_add(&req->done, &ring->done) && !READ_ONCE(ring->in_turn))
 		vhost_vq_work_queue(&ring->vq, &ring->done_work);
 	/*
-	 * llist_add() orders this after the add; the waiter looks at the list after it is on the
-	 * queue.
+	 * llist_add() orders this test after the add. A waiter enters the wait
+	 * queue before it looks at the list.
 	 */
 	if (waitqueue_active(&ring->drained))
 		wake_up(&ring->drained);
@@ -325,8 +343,9 @@ void vhost_blk_ring_init(struct vhost_blk *blk, struct vhost_blk_ring *ring)
  * vhost_blk_ring_start - starts a ring
  * @ring: the ring, stopped. The caller holds vhost_dev.mutex.
  *
- * Return: 0, -EINVAL: more descriptors than we serve, -EFAULT: its addresses are not in the memory
- *	table.
+ * Return: 0. -EINVAL if it has too many descriptors for the module or for the
+ *	in-flight region. -EFAULT if its addresses are not in the memory table.
+ *	-ENOMEM.
  */
 int vhost_blk_ring_start(struct vhost_blk_ring *ring)
 {
@@ -335,7 +354,7 @@ int vhost_blk_ring_start(struct vhost_blk_ring *ring)
 	int err = 0;
 
 	BUILD_BUG_ON(VHOST_BLK_VRING_NUM_MAX > UIO_MAXIOV);
-	/* It changes under vhost_dev.mutex only. */
+	/* vq->num changes under vhost_dev.mutex only. */
 	if (vq->num > VHOST_BLK_VRING_NUM_MAX || !vhost_blk_inflight_fits(ring))
 		return -EINVAL;
 	reqs = kvcalloc(vq->num, sizeof(*reqs), GFP_KERNEL_ACCOUNT);
@@ -361,18 +380,18 @@ int vhost_blk_ring_start(struct vhost_blk_ring *ring)
 out:
 	mutex_unlock(&vq->mutex);
 	kvfree(reqs);
-	/* A kick that came before. */
+	/* A kick may have come before the start. */
 	if (!err)
 		vhost_poll_queue(&vq->poll);
 	return err;
 }
 
 /**
- * vhost_blk_ring_hold - has a ring take nothing more
+ * vhost_blk_ring_hold - stops a ring from taking requests
  * @ring: the ring.
  * @why: VHOST_BLK_HOLD_*.
  *
- * No turn that takes is under way when this returns.
+ * When this returns, no turn takes requests any more.
  */
 void vhost_blk_ring_hold(struct vhost_blk_ring *ring, unsigned int why)
 {
@@ -384,7 +403,7 @@ void vhost_blk_ring_hold(struct vhost_blk_ring *ring, unsigned int why)
 }
 
 /**
- * vhost_blk_ring_unhold - has it take again, if nothing else holds it, what is there
+ * vhost_blk_ring_unhold - lets a ring take requests if nothing else holds it
  * @ring: the ring.
  * @why: VHOST_BLK_HOLD_*.
  */
@@ -397,19 +416,20 @@ void vhost_blk_ring_unhold(struct vhost_blk_ring *ring, unsigned int why)
 	vhost_poll_queue(&ring->vq.poll);
 }
 
-/* The worker, if it lives, may finish requests just as well. */
+/* A worker that still lives may finish requests as well. */
 static bool vhost_blk_drain_ready(struct vhost_blk_ring *ring)
 {
 	return !llist_empty(&ring->done) || !READ_ONCE(ring->in_flight);
 }
 
 /**
- * vhost_blk_drain - waits until nothing of a held ring is in flight
- * @ring: the ring, held, so that it takes nothing new. The caller holds vhost_dev.mutex.
- * @how: see there.
+ * vhost_blk_drain - waits until a held ring has no request in flight
+ * @ring: the ring. It is held, so that it takes no new requests. The caller
+ *	holds vhost_dev.mutex.
+ * @how: whether results are reported and a signal ends the wait.
  *
- * Return: 0, or -EINTR: a fatal signal came; the ring is held still, and its worker, if it lives,
- *	goes on.
+ * Return: 0, or -EINTR after a fatal signal. The ring is then still held, and
+ *	its worker, if it lives, continues.
  */
 int vhost_blk_drain(struct vhost_blk_ring *ring, enum vhost_blk_drain how)
 {
@@ -435,7 +455,8 @@ int vhost_blk_drain(struct vhost_blk_ring *ring, enum vhost_blk_drain how)
  * @ring: the ring, in any state. The caller holds vhost_dev.mutex.
  * @how: how to drain it.
  *
- * Return: 0, or -EINTR: a fatal signal came; it takes nothing any more, but is not stopped.
+ * Return: 0, or -EINTR after a fatal signal. The ring then takes no requests,
+ *	but is not stopped.
  */
 int vhost_blk_ring_stop(struct vhost_blk_ring *ring, enum vhost_blk_drain how)
 {

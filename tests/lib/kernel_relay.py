@@ -137,13 +137,13 @@ counted() {
 result "disk: counters" counted
 result "disk: a worker pinned" vshunt worker set $last --cpu 1
 result "disk: is pinned" sh -c "vshunt status | grep -E '^ +$last .*kernel +1 '"
-result "disk: a worker of ours is not for it" refused "kind kernel" vshunt attach e0:0 0
+result "disk: a user-space worker is not for it" refused "kind kernel" vshunt attach e0:0 0
 result "disk: a worker with a queue is not freed" refused "queue" vshunt worker free $last
 result "disk: kernel workers do not poll" refused "poll" vshunt worker set $last --poll-us 5
 vshunt disk add name=d1,format=null,size=1M
 vshunt export add type=vhost-user-blk,name=e1,disk=d1,socket=/tmp/s1,queues=1
 result "disk: a kernel worker is not for another export" refused "export e0 only" vshunt attach e1:0 $last
-result "disk: kernel workers are not made for exports of ours" refused "engine=kernel" vshunt worker new --kind kernel --export e1
+result "disk: kernel workers are not made for other exports" refused "engine=kernel" vshunt worker new --kind kernel --export e1
 vshunt disk add name=d2,file=/dev/ram0,readonly=on,locking=off
 result "disk: engine=auto takes the kernel" vshunt export add type=vhost-user-blk,name=e2,disk=d2,socket=/tmp/s2,queues=1,engine=auto
 result "disk: and says so" is "$(told exports engine)" "kernel user kernel "
@@ -294,7 +294,7 @@ works() {
     done
 }
 # goes_on DISK ENGINE...: daemons of these engines are killed one after the other, and the guest
-# goes on.
+# continues.
 goes_on() {
     disk=$1
     shift
