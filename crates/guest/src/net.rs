@@ -200,6 +200,40 @@ impl Outcome {
     }
 }
 
+/// Distributes the pairs over threads, in turn. Each gets its part of the frames.
+fn deal<'a>(
+    plan: &'a NetPlan,
+    threads: usize,
+    pairs: &'a mut [device::Pair],
+    shared: &'a Shared,
+    flows: &'a Flows,
+    negotiated: Negotiated,
+) -> Vec<Vec<Lane<'a>>> {
+    let mut dealt: Vec<_> = (0..threads).map(|_| Vec::new()).collect();
+    let sources = u64::from(plan.pairs.min(plan.flows));
+    for (k, pair) in (0..plan.pairs).zip(pairs) {
+        let quota =
+            plan.frames.map_or(u64::MAX, |all| all / sources + u64::from(u64::from(k) < all % sources));
+        let gauges = &shared.gauges[2 * usize::from(k)..2 * usize::from(k) + 2];
+        let lane = Lane::new(plan, k, pair, gauges, flows, negotiated, quota);
+        dealt[usize::from(k) % threads].push(lane);
+    }
+    dealt
+}
+
+impl Outcome {
+    /// Adds what one pair has sent and received.
+    fn add(&mut self, lane: Lane<'_>) {
+        let counted = lane.counted();
+        self.sent += counted.sent;
+        self.sent_bytes += counted.sent_bytes;
+        self.no_room += counted.no_room;
+        self.kicks += counted.kicks;
+        self.calls += counted.calls;
+        self.received.add(&counted.received);
+    }
+}
+
 /// Runs `plan` on `device`, which was connected with the same plan.
 ///
 /// # Errors
@@ -239,16 +273,7 @@ pub fn run(device: &mut NetDevice, plan: &NetPlan, progress: &mut dyn Progress) 
         .iter()
         .flat_map(|pair| [pair.rx.queue.parts().clone(), pair.tx.queue.parts().clone()])
         .collect();
-    let mut dealt: Vec<_> = (0..threads).map(|_| Vec::new()).collect();
-    let sources = plan.pairs.min(plan.flows);
-    for (k, pair) in (0..plan.pairs).zip(&mut device.pairs) {
-        let quota = plan.frames.map_or(u64::MAX, |all| {
-            all / u64::from(sources) + u64::from(u64::from(k) < all % u64::from(sources))
-        });
-        let gauges = &shared.gauges[2 * usize::from(k)..2 * usize::from(k) + 2];
-        let lane = Lane::new(plan, k, pair, gauges, &flows, negotiated, quota);
-        dealt[usize::from(k) % threads].push(lane);
-    }
+    let dealt = deal(plan, threads, &mut device.pairs, &shared, &flows, negotiated);
     let mut server_cpu = ServerCpu::default();
     server_cpu.watch(plan.server_pid.or_else(|| transport.peer_pid()));
     let start = Instant::now();
@@ -295,15 +320,7 @@ pub fn run(device: &mut NetDevice, plan: &NetPlan, progress: &mut dyn Progress) 
         client_cpu: Duration::from_nanos(shared.cpu_ns.load(Ordering::Relaxed)),
         ..Outcome::default()
     };
-    for lane in lanes {
-        let counted = lane.counted();
-        outcome.sent += counted.sent;
-        outcome.sent_bytes += counted.sent_bytes;
-        outcome.no_room += counted.no_room;
-        outcome.kicks += counted.kicks;
-        outcome.calls += counted.calls;
-        outcome.received.add(&counted.received);
-    }
+    lanes.into_iter().for_each(|lane| outcome.add(lane));
     result?;
     if let Some(error) = shared.take_error() {
         return Err(error);

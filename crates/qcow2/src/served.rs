@@ -189,6 +189,36 @@ fn reached(h: &Header) -> u64 {
     u64::from(h.l1_size) * h.l2_entries()
 }
 
+/// Reads a table of `count` words.
+fn read_words(storage: &dyn Storage, what: &'static str, offset: u64, count: u64) -> Result<Vec<u64>> {
+    let mut bytes = vec![0; to_usize(count) * 8];
+    storage.read_at(offset, &mut bytes).map_err(Error::io(what))?;
+    Ok(bytes.chunks_exact(8).map(|b| be64(b, 0)).collect())
+}
+
+/// Reads and checks the L1 table of an image whose file has `file_clusters` clusters.
+fn read_l1(storage: &dyn Storage, header: &Header, file_clusters: u64) -> Result<Vec<u64>> {
+    let l1 = read_words(storage, "the L1 table", header.l1_offset, header.l1_size.into())?;
+    if let Some(bad) = l1.iter().find(|e| **e & OFFSET & (header.cluster_size() - 1) != 0) {
+        return Err(Error::corrupt(format!("an L2 table at {:#x}, where no cluster begins", bad & OFFSET)));
+    }
+    if let Some(bad) = l1.iter().find(|e| (**e & OFFSET) >> header.cluster_bits >= file_clusters.max(1)) {
+        return Err(Error::corrupt(format!("an L2 table at {:#x}, beyond the file's end", bad & OFFSET)));
+    }
+    Ok(l1)
+}
+
+/// Reads and checks the refcount table.
+fn read_reftable(storage: &dyn Storage, header: &Header) -> Result<Vec<u64>> {
+    let cluster = header.cluster_size();
+    let count = u64::from(header.reftable_clusters) * cluster / 8;
+    let reftable = read_words(storage, "the refcount table", header.reftable_offset, count)?;
+    match reftable.iter().find(|at| **at & (cluster - 1) != 0 || **at >> 56 != 0) {
+        Some(at) => Err(Error::corrupt(format!("a refcount block at {at:#x}, where none can be"))),
+        None => Ok(reftable),
+    }
+}
+
 impl Served {
     /// Opens an image whose header was read. Reads its L1 and refcount tables.
     ///
@@ -210,31 +240,11 @@ impl Served {
                 u128::from(most) * u128::from(header.cluster_size())
             )));
         }
-        let words = |what, offset, count: u64| -> Result<Vec<u64>> {
-            let mut bytes = vec![0; to_usize(count) * 8];
-            storage.read_at(offset, &mut bytes).map_err(Error::io(what))?;
-            Ok(bytes.chunks_exact(8).map(|b| be64(b, 0)).collect())
-        };
         let cluster = header.cluster_size();
-        let l1 = words("the L1 table", header.l1_offset, header.l1_size.into())?;
-        if let Some(bad) = l1.iter().find(|e| **e & OFFSET & (cluster - 1) != 0) {
-            return Err(Error::corrupt(format!(
-                "an L2 table at {:#x}, where no cluster begins",
-                bad & OFFSET
-            )));
-        }
         let file_len = storage.len().map_err(Error::io("the file's length"))?;
         let file_clusters = file_len.div_ceil(cluster);
-        if let Some(bad) = l1.iter().find(|e| (**e & OFFSET) >> header.cluster_bits >= file_clusters.max(1)) {
-            return Err(Error::corrupt(format!("an L2 table at {:#x}, beyond the file's end", bad & OFFSET)));
-        }
-        let count = u64::from(header.reftable_clusters) * cluster / 8;
-        let reftable = words("the refcount table", header.reftable_offset, count)?;
-        for at in &reftable {
-            if at & (cluster - 1) != 0 || at >> 56 != 0 {
-                return Err(Error::corrupt(format!("a refcount block at {at:#x}, where none can be")));
-            }
-        }
+        let l1 = read_l1(storage, &header, file_clusters)?;
+        let reftable = read_reftable(storage, &header)?;
         let overlap = match settings.writable {
             true => {
                 let beyond = |at: &&u64| **at >> header.cluster_bits >= file_clusters.max(1);

@@ -8,12 +8,13 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::fs::{OFlags, fcntl_getfl};
 
 use super::landlock::{Granted, Ruleset};
 use super::{RUNNING, ThreadKind, enter_under, errand};
+use vshunt_types::sync::Locked;
 
 #[derive(Default)]
 struct Current {
@@ -34,7 +35,7 @@ pub(super) struct Grants {
 impl Grants {
     fn lock(&self) -> MutexGuard<'_, Current> {
         // No statement leaves the list in an invalid state.
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+        self.now.locked()
     }
 
     /// The descriptors granted now.

@@ -19,9 +19,9 @@ const DISCARD_MAX: u64 = 10_000;
 /// attached becomes the last one. The lock is held during each call that changes it, so that it
 /// agrees with the kernel.
 #[derive(Debug, Default)]
-pub(super) struct Order(Mutex<Vec<usize>>);
+pub(super) struct AttachOrder(Mutex<Vec<usize>>);
 
-impl Order {
+impl AttachOrder {
     /// Returns the queues, from index 0 on.
     pub(super) fn now(&self) -> Vec<usize> {
         self.0.locked().clone()
@@ -52,7 +52,7 @@ pub struct TapQueue {
     multi_queue: bool,
     /// Whether io_uring can read and write it without waiting. Before Linux 6.4 it cannot.
     nowait: bool,
-    order: Arc<Order>,
+    order: Arc<AttachOrder>,
 }
 
 impl AsFd for TapQueue {
@@ -100,7 +100,7 @@ impl TapQueue {
         name: &str,
         number: usize,
         multi_queue: bool,
-        order: &Arc<Order>,
+        order: &Arc<AttachOrder>,
         origin: FileOrigin,
         join: impl FnOnce() -> Result<File>,
     ) -> Result<Self> {

@@ -12,7 +12,7 @@ use crate::given::Given;
 use crate::links::{LinkKind, Links};
 use crate::netns::Netns;
 use crate::open::{self, Options, Source, check_name};
-use crate::queue::{FileOrigin, Order, TapQueue};
+use crate::queue::{AttachOrder, FileOrigin, TapQueue};
 use crate::steering::{self, Steering};
 use crate::{Counters, HEADER_LONG, HEADER_SHORT, Offloads, QUEUES_MAX, check_mtu, ifreq};
 
@@ -27,7 +27,7 @@ pub struct Tap {
     uso: bool,
     source: Source,
     links: Option<Links>,
-    order: Arc<Order>,
+    order: Arc<AttachOrder>,
     /// Locked before the order. Held during the calls that change it.
     state: Mutex<State>,
 }
@@ -79,7 +79,7 @@ impl Tap {
             }
             _ => Source::Clone(netns),
         };
-        let order = Arc::new(Order::default());
+        let order = Arc::new(AttachOrder::default());
         let (file, multi_queue) = source.first(name, exists)?;
         let first = TapQueue::new(name, 0, multi_queue, &order, FileOrigin::Joined, || Ok(file))?;
         let macvtap = matches!(source, Source::Macvtap(_));
@@ -117,7 +117,7 @@ impl Tap {
     /// of the same tap as the others.
     pub fn from_fds(fds: Vec<OwnedFd>, options: &Options) -> Result<Self> {
         let Given { name, macvtap, multi_queue, files, links } = Given::new(fds)?;
-        let order = Arc::new(Order::default());
+        let order = Arc::new(AttachOrder::default());
         let mut queues = Vec::with_capacity(files.len());
         for (number, file) in files.into_iter().enumerate() {
             queues.push(TapQueue::new(&name, number, multi_queue, &order, FileOrigin::Given, || Ok(file))?);

@@ -13,13 +13,14 @@ use std::io;
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_type};
 use rustix::net::{AddressFamily, SendFlags, SocketType, getpeername, send};
 
 use super::receive::stop_reading;
+use vshunt_types::sync::Locked;
 
 /// All connections of front ends in this process. Guards the list alone; held for a push or a
 /// search.
@@ -27,7 +28,7 @@ static CONNECTIONS: Mutex<Vec<Weak<UnixStream>>> = Mutex::new(Vec::new());
 
 /// Registers a connection, so that it ends when its other end is passed to this daemon.
 pub(super) fn register(stream: &Arc<UnixStream>) {
-    let mut list = CONNECTIONS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut list = CONNECTIONS.locked();
     list.retain(|other| other.strong_count() > 0);
     list.push(Arc::downgrade(stream));
     // Its other end may have been passed before the connection was accepted.
@@ -52,7 +53,7 @@ pub(super) fn write_only(fd: &OwnedFd, own: Option<&UnixStream>) -> io::Result<(
     // Its queue was emptied when it was received. This shuts the receiving direction down.
     stop_reading(fd);
     let own_end = own.is_some_and(peer_stopped_receiving);
-    let list = CONNECTIONS.lock().unwrap_or_else(PoisonError::into_inner);
+    let list = CONNECTIONS.locked();
     list.iter().filter_map(Weak::upgrade).for_each(|stream| end_if_peer_stopped_receiving(&stream));
     if own_end { Err(wrong("it is the front end's own end of this connection")) } else { Ok(()) }
 }

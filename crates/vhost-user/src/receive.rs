@@ -23,8 +23,9 @@ use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
+use vshunt_types::sync::Locked;
 
 use rustix::io::Errno;
 use rustix::net::sockopt::{set_socket_oobinline, socket_acceptconn, socket_domain, socket_type};
@@ -241,7 +242,7 @@ impl Receiver {
 impl Drop for Receiver {
     fn drop(&mut self) {
         self.close_ended();
-        let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut left = LEFT.locked();
         left.append(&mut self.ended);
         let mut process = self.closing.take();
         if process.is_none()

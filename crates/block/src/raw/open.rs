@@ -59,26 +59,9 @@ fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
             spec.size.unwrap_or(0)
         )));
     }
-    let file_system = match block_device {
-        true => FileSystem::Disk,
-        false => {
-            probe::file_system(&file).map_err(|e| Error::io(format_args!("cannot look at {shown}"), e))?
-        }
-    };
-    if file_system == FileSystem::Hugetlbfs && !spec.readonly {
-        return Err(Error::unsupported(format!(
-            "{shown} is on a hugetlbfs, whose files cannot be written by write(2): put it on a tmpfs \
-             (mount -t tmpfs -o huge=always ...), or add readonly=on"
-        )));
-    }
-    let device = if block_device {
-        Some(
-            probe::device(&file)
-                .map_err(|e| Error::io(format_args!("cannot ask {shown} for its block size"), e))?,
-        )
-    } else {
-        None
-    };
+    let file_system = file_system(&file, path, block_device, spec)?;
+    let device = block_device.then(|| probe::device(&file)).transpose();
+    let device = device.map_err(|e| Error::io(format_args!("cannot ask {shown} for its block size"), e))?;
     let inline = matches!(file_system, FileSystem::Tmpfs | FileSystem::Hugetlbfs);
     let Aligned { file, direct, memory_mask, offset_mask, buffered } =
         align(file, direct, inline, &device, (&path_fd, path), spec)?;
@@ -121,6 +104,25 @@ fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
         flush_failed: AtomicI32::new(0),
     };
     Ok((raw, size_bytes, limits))
+}
+
+/// Returns the file system of an image.
+///
+/// # Errors
+/// The file system is not known, or its files cannot be written as the disk needs it.
+fn file_system(file: &File, path: &Path, block_device: bool, spec: &DiskSpec) -> Result<FileSystem> {
+    if block_device {
+        return Ok(FileSystem::Disk);
+    }
+    let shown = path.display();
+    let found = probe::file_system(file).map_err(|e| Error::io(format_args!("cannot look at {shown}"), e))?;
+    if found == FileSystem::Hugetlbfs && !spec.readonly {
+        return Err(Error::unsupported(format!(
+            "{shown} is on a hugetlbfs, whose files cannot be written by write(2): put it on a tmpfs \
+             (mount -t tmpfs -o huge=always ...), or add readonly=on"
+        )));
+    }
+    Ok(found)
 }
 
 pub(crate) fn no_image(spec: &DiskSpec) -> Error {

@@ -65,7 +65,7 @@ pub(super) struct BlkShared {
 
 /// A request in flight. Its buffers lie in guest memory; `io` refers to them until the request is
 /// complete.
-struct Slot {
+struct RequestSlot {
     io: Io,
     status: *mut u8,
     head: Head,
@@ -78,7 +78,7 @@ pub(super) struct BlkQueue {
     mem: Arc<GuestMemory>,
     chain: Chain,
     data: Vec<Seg>,
-    slots: Box<[Slot]>,
+    slots: Box<[RequestSlot]>,
     free: Vec<u16>,
     handle: Option<DiskHandle>,
     listen: PollState,
@@ -114,7 +114,11 @@ impl BlkQueue {
     pub(super) fn new(parts: RingParts, shared: Arc<BlkShared>) -> Self {
         let size = parts.vring.size();
         let slots = (0..size)
-            .map(|_| Slot { io: Io::default(), status: std::ptr::null_mut(), head: Head { id: 0, descs: 0 } })
+            .map(|_| RequestSlot {
+                io: Io::default(),
+                status: std::ptr::null_mut(),
+                head: Head { id: 0, descs: 0 },
+            })
             .collect();
         let mut replays = parts.replays;
         replays.reverse();

@@ -19,7 +19,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -30,6 +30,7 @@ use rustix::net::{
 };
 use vshunt_sandbox as sandbox;
 use vshunt_types::error::{Error, Result};
+use vshunt_types::sync::Locked;
 
 use super::super::convert::len_u32;
 use super::{Descriptors, FDS_MAX, NAME_MAX, ROOM_MAX, Receipt, receive, stop_reading, too_many};
@@ -138,10 +139,10 @@ impl Process {
     /// Takes an idle process, or makes one. None if no spawner was started.
     fn take() -> io::Result<Option<Self>> {
         let Some(spawner) = SPAWNER.get() else { return Ok(None) };
-        if let Some(idle) = IDLE.lock().unwrap_or_else(PoisonError::into_inner).pop() {
+        if let Some(idle) = IDLE.locked().pop() {
             return Ok(Some(idle));
         }
-        let spawner = spawner.lock().unwrap_or_else(PoisonError::into_inner);
+        let spawner = spawner.locked();
         ask(&spawner).map(Some).map_err(|e| {
             let ended = matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::UnexpectedEof);
             let remedy = if ended { "; the one that makes them has ended: restart the daemon" } else { "" };
@@ -151,7 +152,7 @@ impl Process {
 
     /// Keeps the process for the next request of any export.
     fn keep(self) {
-        let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle = IDLE.locked();
         if idle.len() < IDLE_MAX {
             idle.push(self);
         }

@@ -15,13 +15,14 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::fs::{AtFlags, CWD, OFlags, StatxFlags, fcntl_getfl, makedev, statx};
 use rustix::path::Arg;
 use serde_json::{Value, json};
 use vshunt_daemon::Daemon;
 use vshunt_sandbox as sandbox;
+use vshunt_types::sync::Locked;
 
 use super::message::QmpError;
 
@@ -138,7 +139,7 @@ pub(crate) struct Fdsets {
 impl Fdsets {
     fn lock(&self) -> MutexGuard<'_, Sets> {
         // The lists are consistent between any two statements, so they stay valid after a panic.
-        self.sets.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sets.locked()
     }
 
     pub(super) fn add(&self, id: Option<u32>, opaque: Option<String>, fd: OwnedFd) -> Result<Value> {

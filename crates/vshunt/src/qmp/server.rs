@@ -20,7 +20,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
@@ -30,6 +30,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
 use vshunt_types::error::{Error, Result};
+use vshunt_types::sync::Locked;
 
 use super::commands::{self, fdset};
 use super::context::Context;
@@ -147,7 +148,7 @@ impl Server {
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Clients> {
         // The map is consistent between any two statements, so it stays valid after a panic.
-        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
+        self.clients.locked()
     }
 }
 

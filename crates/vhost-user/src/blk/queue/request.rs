@@ -13,7 +13,7 @@ use vshunt_block::{Op, Step};
 use vshunt_engine::{QueueStats, Token, Uring};
 use vshunt_types::spec::Cache;
 
-use super::{BlkQueue, OP_IO, REQUEST_BYTES_MAX, Slot};
+use super::{BlkQueue, OP_IO, REQUEST_BYTES_MAX, RequestSlot};
 
 /// Why a queue breaks that lost track of its slots.
 const NO_SLOT: &str = "it has no slot for a request: this is a bug of vshunt";
@@ -65,7 +65,9 @@ impl BlkQueue {
     /// A negative errno if the request is not valid.
     #[inline]
     fn prepare(&mut self, index: u16, request: &Request) -> Result<Prepared, i32> {
-        let Some(Slot { io, .. }) = self.slots.get_mut(usize::from(index)) else { return Err(-libc::EINVAL) };
+        let Some(RequestSlot { io, .. }) = self.slots.get_mut(usize::from(index)) else {
+            return Err(-libc::EINVAL);
+        };
         let disk = &self.shared.disk;
         match request.kind {
             VIRTIO_BLK_T_IN | VIRTIO_BLK_T_OUT => {
