@@ -275,6 +275,12 @@ fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool
     ]
 }
 
+/// Returns whether an option of exports belongs to exports of this kind.
+pub fn is_key_of(kind: ExportKind, key: &str) -> bool {
+    let of_kinds = of_kinds(&ExportSpec::default());
+    of_kinds.iter().find(|(name, ..)| *name == key).is_none_or(|(_, kinds, _)| kinds.contains(&kind))
+}
+
 /// Returns the settings of a worker, without its name.
 pub(super) fn settings(spec: &WorkerSpec) -> Settings {
     Settings { cpu: spec.cpu.clone(), nice: spec.nice, poll_us: spec.poll_us, ..Settings::default() }

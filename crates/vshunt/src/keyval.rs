@@ -1,7 +1,8 @@
 //! Parser for `key=value,key=value` lists. It fills the same serde types as TOML and QMP.
 //!
 //! All lists of flags are parsed here. A comma inside a value is written `,,` (as in QEMU).
-//! Booleans are `on|off|yes|no|true|false`. Sizes take K, M, G and T (powers of 1024).
+//! Booleans are `on|off|yes|no|true|false`. Sizes take K, M, G, T, P and E (powers of 1024), also as
+//! KiB or KB.
 
 use std::fmt;
 
@@ -34,7 +35,7 @@ impl de::Error for KeyvalError {
     }
 
     fn unknown_field(field: &str, expected: &'static [&'static str]) -> Self {
-        Self(format!("unknown key `{field}`; the keys are {}", expected.join(", ")))
+        unknown_key(field, expected)
     }
 
     fn missing_field(field: &'static str) -> Self {
@@ -46,29 +47,62 @@ impl de::Error for KeyvalError {
     }
 }
 
-/// Parses a whole list into `T`. Can be used as a `value_parser` of clap.
-pub(crate) fn parse<T: DeserializeOwned>(text: &str) -> Result<T, KeyvalError> {
-    let pairs = split(text)?;
-    T::deserialize(Pairs { rest: pairs.iter(), value: None })
+/// Returns the error for an unknown key: which key was probably meant, and all keys.
+fn unknown_key(key: &str, keys: &[&str]) -> KeyvalError {
+    let meant = match closest(key, keys) {
+        Some(meant) => format!(" (did you mean `{meant}`?)"),
+        None => String::new(),
+    };
+    KeyvalError(format!("unknown key `{key}`{meant}; the keys are {}", keys.join(", ")))
 }
 
-/// Parses a size in bytes: digits, a fraction if the result is a whole number of bytes, and K, M, G
-/// or T.
+/// Returns the word that a mistyped one probably stands for: at most a third of its letters differ,
+/// or it is a beginning or an end of only one word.
+fn closest<'a>(typed: &str, words: &[&'a str]) -> Option<&'a str> {
+    let distance = |word: &&str| strsim::damerau_levenshtein(typed, word);
+    let limit = (typed.chars().count() / 3).max(1);
+    if let Some(best) = words.iter().min_by_key(|word| distance(word)).filter(|word| distance(word) <= limit)
+    {
+        return Some(best);
+    }
+    let mut longer = words.iter().filter(|word| {
+        typed.len() >= 3 && (word.starts_with(typed) || word.ends_with(typed) || typed.starts_with(**word))
+    });
+    longer.next().filter(|_| longer.next().is_none()).copied()
+}
+
+/// Parses a whole list into `T`. Can be used as a `value_parser` of clap.
+pub(crate) fn parse<T: DeserializeOwned>(text: &str) -> Result<T, KeyvalError> {
+    parse_keys(text, &|_, _| true)
+}
+
+/// Parses a whole list into `T`. `belongs` gets the value of `type`, if there is one, and a key. It
+/// returns whether an error message should list that key.
+pub(crate) fn parse_keys<T: DeserializeOwned>(
+    text: &str,
+    belongs: &dyn Fn(Option<&str>, &str) -> bool,
+) -> Result<T, KeyvalError> {
+    let pairs = split(text)?;
+    let kind = pairs.iter().find(|(key, _)| key == "type").map(|(_, value)| value.as_str());
+    let listed = |key: &str| belongs(kind, key);
+    T::deserialize(Pairs { rest: pairs.iter(), value: None, keys: &[], listed: &listed })
+}
+
+/// Parses a size in bytes: digits, a fraction if the result is a whole number of bytes, and a unit:
+/// B, K, M, G, T, P or E, where 10K, 10KB and 10KiB are the same. Capital letters or not.
 pub(crate) fn parse_size(text: &str) -> Result<u64, KeyvalError> {
-    let bad = || KeyvalError(format!("`{text}` is not a size; write bytes, or a number with K, M, G or T"));
-    let (number, shift) = match text.char_indices().next_back() {
-        Some((at, unit)) if unit.is_ascii_alphabetic() => {
-            let shift = match unit.to_ascii_uppercase() {
-                'B' => 0,
-                'K' => 10,
-                'M' => 20,
-                'G' => 30,
-                'T' => 40,
-                _ => return Err(bad()),
-            };
-            (&text[..at], shift)
-        }
-        _ => (text, 0),
+    let bad =
+        || KeyvalError(format!("`{text}` is not a size; write bytes, or a number with K, M, G, T, P or E"));
+    let (number, unit) = text.split_at(text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len()));
+    let shift = match unit.to_ascii_uppercase().as_str() {
+        "" | "B" => 0,
+        "K" | "KB" | "KIB" => 10,
+        "M" | "MB" | "MIB" => 20,
+        "G" | "GB" | "GIB" => 30,
+        "T" | "TB" | "TIB" => 40,
+        "P" | "PB" | "PIB" => 50,
+        "E" | "EB" | "EIB" => 60,
+        _ => return Err(bad()),
     };
     let (whole, fraction) = match number.split_once('.') {
         Some((_, "")) => return Err(bad()),
@@ -76,7 +110,6 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, KeyvalError> {
         None => (number, ""),
     };
     let digits = |s: &str| s.bytes().all(|b| b.is_ascii_digit());
-    // 64 bits, 6 decimal digits (20 bits) and a shift of 40 stay below 128 bits.
     if whole.is_empty() || !digits(whole) || !digits(fraction) || fraction.len() > 6 {
         return Err(bad());
     }
@@ -84,7 +117,8 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, KeyvalError> {
     let whole: u64 = whole.parse().map_err(|_| too_large())?;
     let scale = 10u128.pow(fraction.len() as u32);
     let fraction: u128 = if fraction.is_empty() { 0 } else { fraction.parse().map_err(|_| bad())? };
-    let scaled = (u128::from(whole) * scale + fraction) << shift;
+    // 64 bits and 6 decimal digits (20 bits) stay below 128 bits.
+    let scaled = (u128::from(whole) * scale + fraction).checked_mul(1 << shift).ok_or_else(too_large)?;
     if !scaled.is_multiple_of(scale) {
         return Err(KeyvalError(format!("`{text}` is not a whole number of bytes")));
     }
@@ -169,6 +203,10 @@ fn take_value(text: &str) -> (String, Option<&str>) {
 struct Pairs<'a> {
     rest: std::slice::Iter<'a, (String, String)>,
     value: Option<Value<'a>>,
+    /// The keys of the type. Empty until the type has told them.
+    keys: &'static [&'static str],
+    /// Whether an error message should list a key.
+    listed: &'a dyn Fn(&str) -> bool,
 }
 
 impl<'de> de::Deserializer<'de> for Pairs<'_> {
@@ -178,9 +216,18 @@ impl<'de> de::Deserializer<'de> for Pairs<'_> {
         visitor.visit_map(self)
     }
 
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _name: &'static str,
+        keys: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, KeyvalError> {
+        visitor.visit_map(Self { keys, ..self })
+    }
+
     serde::forward_to_deserialize_any! {
         bool i8 i16 i32 i64 u8 u16 u32 u64 f32 f64 char str string bytes byte_buf option unit unit_struct
-        newtype_struct seq tuple tuple_struct map struct enum identifier ignored_any
+        newtype_struct seq tuple tuple_struct map enum identifier ignored_any
     }
 }
 
@@ -190,8 +237,15 @@ impl<'de> MapAccess<'de> for Pairs<'_> {
     fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<Option<K::Value>, KeyvalError> {
         let Some((key, text)) = self.rest.next() else { return Ok(None) };
         self.value = Some(Value { key, text });
-        let key: StrDeserializer<'_, KeyvalError> = key.as_str().into_deserializer();
-        seed.deserialize(key).map(Some)
+        let name: StrDeserializer<'_, KeyvalError> = key.as_str().into_deserializer();
+        let known = seed.deserialize(name).map_err(|e| match self.keys {
+            [] => e,
+            keys => {
+                let keys: Vec<&str> = keys.iter().copied().filter(|key| (self.listed)(key)).collect();
+                unknown_key(key, &keys)
+            }
+        });
+        known.map(Some)
     }
 
     fn next_value_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<S::Value, KeyvalError> {
@@ -222,6 +276,16 @@ impl Value<'_> {
             return parse_size(self.text);
         }
         self.text.parse().map_err(|_| KeyvalError(format!("`{}` is not a number of 0 or more", self.text)))
+    }
+
+    /// Returns the text. The shell expands `~/` only at the start of a word, which a value is not.
+    fn text(&self) -> Result<&str, KeyvalError> {
+        match self.text.strip_prefix("~/") {
+            Some(rest) => Err(KeyvalError(format!(
+                "the shell did not expand `~/`; write $HOME/{rest}, or ./~/{rest} for a folder of the name ~"
+            ))),
+            None => Ok(self.text),
+        }
     }
 
     fn signed(&self) -> Result<i64, KeyvalError> {
@@ -269,11 +333,11 @@ impl<'de> de::Deserializer<'de> for Value<'_> {
     }
 
     fn deserialize_str<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
-        visitor.visit_str(self.text)
+        visitor.visit_str(self.text()?)
     }
 
     fn deserialize_string<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
-        visitor.visit_str(self.text)
+        visitor.visit_str(self.text()?)
     }
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {

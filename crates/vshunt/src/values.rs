@@ -6,9 +6,11 @@ use std::path::Path;
 use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde::de::value::StrDeserializer;
 use vshunt_daemon::{Check, check_disk_size};
-use vshunt_types::spec::{DiskSpec, ExportSpec, Format, NetSpec, WorkerSpec};
+use vshunt_types::spec::{DiskSpec, ExportKind, ExportSpec, Format, NetSpec, WorkerSpec};
 
 use crate::keyval;
 
@@ -35,7 +37,7 @@ pub(crate) fn worker_name(text: &str) -> Result<String, String> {
     checked(WorkerSpec { name: Some(text.to_owned()), ..WorkerSpec::default() }, text.to_owned())
 }
 
-/// Parses a number of bytes, with an optional suffix K, M, G or T.
+/// Parses a number of bytes, with an optional suffix K, M, G, T, P or E.
 pub(crate) fn bytes(text: &str) -> Result<u64, String> {
     keyval::parse_size(text).map_err(|e| e.to_string())
 }
@@ -62,6 +64,11 @@ fn checked<T>(spec: impl Check, value: T) -> Result<T, String> {
 pub(crate) trait Spec: DeserializeOwned + Check {
     /// Returns the list that the user probably means by a bare value.
     fn suggestion(bare: &str) -> String;
+
+    /// Returns whether a key belongs to specifications of this `type`.
+    fn is_key_of(_kind: Option<&str>, _key: &str) -> bool {
+        true
+    }
 }
 
 impl Spec for DiskSpec {
@@ -76,6 +83,12 @@ impl Spec for ExportSpec {
     fn suggestion(bare: &str) -> String {
         let socket = if bare.contains('/') { bare } else { "/tmp/vm0.sock" };
         format!("type=vhost-user-blk,name=vm0,disk=d0,socket={socket}, with the name of your disk for d0")
+    }
+
+    fn is_key_of(kind: Option<&str>, key: &str) -> bool {
+        let kind = kind.map(StrDeserializer::<serde::de::value::Error>::new);
+        let kind = kind.and_then(|kind| ExportKind::deserialize(kind).ok());
+        kind.is_none_or(|kind| vshunt_daemon::is_key_of(kind, key))
     }
 }
 
@@ -100,7 +113,7 @@ pub(crate) fn spec<T: Spec>(text: &str) -> Result<T, String> {
     if !first.is_empty() && !first.contains('=') {
         return Err(format!("`{first}` has no key; write {}", T::suggestion(first)));
     }
-    let spec: T = keyval::parse(text).map_err(|e| e.to_string())?;
+    let spec: T = keyval::parse_keys(text, &T::is_key_of).map_err(|e| e.to_string())?;
     spec.check().map(|()| spec).map_err(|e| e.to_string())
 }
 
@@ -126,6 +139,17 @@ mod tests {
             assert!(said.contains(" has no key; write ") && said.contains(want), "{said}");
         }
         assert!(spec::<DiskSpec>("").unwrap_err().contains("a key is missing"));
+    }
+
+    #[test]
+    fn an_unknown_key_is_told_what_was_meant_and_the_keys_of_its_type() {
+        let said = spec::<ExportSpec>("type=fuse,name=m,disk=d,queue=2").unwrap_err();
+        assert!(said.starts_with("unknown key `queue` (did you mean `queues`?); the keys are "), "{said}");
+        assert!(said.contains("mountpoint") && !said.contains("socket") && !said.contains("mac"), "{said}");
+        let said = spec::<ExportSpec>("name=m,sokcet=/s").unwrap_err();
+        assert!(said.contains("did you mean `socket`?") && said.contains("mountpoint"), "{said}");
+        let said = spec::<ExportSpec>("type=vhost-user-blk,name=m,mount=/s").unwrap_err();
+        assert!(!said.contains("mean") && said.contains("serial") && !said.contains("mountpoint"), "{said}");
     }
 
     #[test]

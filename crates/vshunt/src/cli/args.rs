@@ -100,7 +100,7 @@ pub(crate) enum Command {
     Resize {
         /// Name of the disk
         disk: String,
-        /// New size in bytes, or with K, M, G or T
+        /// New size in bytes, or with K, M, G, T, P or E
         #[arg(value_parser = disk_size)]
         size: u64,
         /// Allow a smaller size: the data beyond it is lost

@@ -46,7 +46,7 @@ otherwise of VSHUNT_CONTROL, otherwise the default. With --no-control there is n
 answers there, that is an error. The socket of a daemon that has ended is replaced.
 
 A list of keys is key=value,key=value. A comma inside a value is written `,,`. A boolean is \
-on|off|yes|no|true|false. Sizes take K, M, G and T, powers of 1024.";
+on|off|yes|no|true|false. Sizes take K, M, G, T, P and E, powers of 1024.";
 
 pub(crate) const SERVE_AFTER: &str = "\
 Disk keys:

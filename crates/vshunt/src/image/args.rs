@@ -189,7 +189,7 @@ pub(crate) struct CreateArgs {
     pub(super) options: Vec<String>,
     /// The image
     pub(super) file: PathBuf,
-    /// Size of the disk in bytes, or with K, M, G or T [default: that of the backing file]
+    /// Size of the disk in bytes, or with K, M, G, T, P or E [default: that of the backing file]
     #[arg(value_parser = size)]
     pub(super) size: Option<u64>,
 }
@@ -309,7 +309,7 @@ pub(crate) struct ResizeArgs {
     pub(super) preallocation: Option<Mode>,
     /// The image
     pub(super) file: PathBuf,
-    /// New size in bytes, or with K, M, G or T; with + or - a change of the size
+    /// New size in bytes, or with K, M, G, T, P or E; with + or - a change of the size
     #[arg(value_name = "[+|-]SIZE", value_parser = change, allow_hyphen_values = true)]
     pub(super) size: Change,
 }

@@ -52,7 +52,7 @@ fn what_is_wrong_is_named() {
     let cases = [
         (
             "name=d0,fil=x",
-            "unknown key `fil`; the keys are name, format, file, size, readonly, direct, cache, locking, cache-size",
+            "unknown key `fil` (did you mean `file`?); the keys are name, format, file, size, readonly, direct, cache, locking, cache-size",
         ),
         ("file=x", "key `name` is missing"),
         ("name=d0,readonly", "`readonly` has no value; write readonly=… (a comma in a value is `,,`)"),
@@ -61,6 +61,14 @@ fn what_is_wrong_is_named() {
         ("name=d0,name=d1", "key `name` is given twice"),
         ("name=d0,", "a key is missing; write key=value,key=value"),
         ("", "a key is missing; write key=value,key=value"),
+        (
+            "name=d0,frobnicate=1",
+            "unknown key `frobnicate`; the keys are name, format, file, size, readonly, direct, cache, locking, cache-size",
+        ),
+        (
+            "name=d0,file=~/disk.img",
+            "key `file`: the shell did not expand `~/`; write $HOME/disk.img, or ./~/disk.img for a folder of the name ~",
+        ),
         ("name=d0,size=1.3K", "key `size`: `1.3K` is not a whole number of bytes"),
     ];
     for (text, want) in cases {
@@ -85,6 +93,11 @@ fn sizes() {
         ("0.25M", 1 << 18),
         ("2T", 2 << 40),
         ("7B", 7),
+        ("1GiB", 1 << 30),
+        ("1gb", 1 << 30),
+        ("1.5kib", 1536),
+        ("3P", 3 << 50),
+        ("15E", 15 << 60),
     ];
     for (text, want) in good {
         assert_eq!(parse_size(text), Ok(want), "{text}");
@@ -96,7 +109,10 @@ fn sizes() {
         ".5G",
         "-1",
         "1X",
-        "1GB",
+        "1GBi",
+        "1KK",
+        "1 G",
+        "16E",
         "1e3",
         " 1",
         "1.0000000000001",
