@@ -95,11 +95,14 @@ fn usage_is_2_and_names_the_key() {
         (&["frobnicate"], "unrecognized subcommand 'frobnicate'"),
         (&["serve", "--disk", "name=d", "--frob"], "unexpected argument '--frob'"),
         (&["serve", "--no-control", "--export", &nowhere], "disk d0, which is not there"),
-        (&["serve", "--disk", "name=d,fil=x"], "unknown key `fil`; the keys are name, format, file"),
+        (
+            &["serve", "--disk", "name=d,fil=x"],
+            "unknown key `fil` (did you mean `file`?); the keys are name, format, file",
+        ),
         (&["serve", "--export", "name=e,disk=d"], "key `type` is missing"),
         (&["serve", "--no-control"], "nothing to do"),
         (&["serve", "--no-control", "--control", "/x"], "cannot be used with"),
-        (&["-c", "/x", "attach", "vm0", "2"], "write EXPORT:INDEX"),
+        (&["-c", "/x", "attach", "vm0:3-2", "2"], "write EXPORT:INDEX"),
         (&["-c", "/x", "qmp", "query-disks", "[]"], "not a JSON object"),
     ];
     for (args, want) in cases {
@@ -146,9 +149,16 @@ fn a_daemon_is_set_up_asked_and_ended() {
     let id = daemon.ok(&["worker", "new", "--name", "x"]);
     let id = id.trim_end();
     assert_eq!(id.parse::<u32>().unwrap().to_string(), id);
-    daemon.ok(&["attach", "vm0:1", id, "--timeout", "5s"]);
+    assert_eq!(daemon.ok(&["attach", "vm0:1", id, "--timeout", "5s"]), format!("vm0:1 is on worker {id}\n"));
     assert_eq!(daemon.json(&["qmp", "query-queues"])[1]["worker"].to_string(), id);
     daemon.ok(&["attach", "vm0:1", "fast"]);
+    let workers = |queues: serde_json::Value| [queues[0]["worker"].clone(), queues[1]["worker"].clone()];
+    assert_eq!(daemon.ok(&["attach", "vm0", id]), format!("vm0:0-1 are on worker {id}\n"));
+    assert_eq!(workers(daemon.json(&["qmp", "query-queues"])).map(|w| w.to_string()), [id, id]);
+    daemon.ok(&["attach", "vm0:0-1", "fast"]);
+    daemon.ok(&["attach", "vm0:*", "0"]);
+    assert_eq!(workers(daemon.json(&["qmp", "query-queues"])), [0, 0]);
+    daemon.fails(1, &["attach", "vm0:1-2", "0"]);
     daemon.ok(&["worker", "set", "x", "--poll-us", "0"]);
     assert_eq!(daemon.json(&["worker", "list", "--json"])[2]["poll-us"], 0);
     daemon.ok(&["worker", "free", id]);
@@ -175,12 +185,13 @@ fn a_daemon_is_set_up_asked_and_ended() {
 #[test]
 fn what_the_daemon_refuses_is_1() {
     let daemon = Daemon::start(&RAM);
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 9] = [
         (&["disk", "remove", "nope"], "nope"),
         (&["disk", "add", "name=d0,format=ram,size=1M"], "d0"),
         (&["worker", "free", "77"], "77"),
         (&["worker", "free", "nobody"], "there is no worker nobody"),
         (&["attach", "vm0:0", "0"], "vm0"),
+        (&["attach", "vm0", "0"], "there is no export vm0"),
         (&["export", "add", "type=vhost-user-blk,name=e,disk=nope,socket=s"], "nope"),
         (&["export", "add", "type=vhost-user-blk,name=e,disk=d0,fd=0"], "file descriptor"),
         (&["qmp", "no-such"], "The command no-such has not been found"),

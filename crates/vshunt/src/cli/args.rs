@@ -4,6 +4,7 @@ pub(crate) mod jobs;
 mod qmp_help;
 pub(crate) mod snapshot;
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -66,9 +67,13 @@ pub(crate) enum Command {
     /// Make, list, change and free workers
     #[command(subcommand)]
     Worker(WorkerCommand),
-    /// Move a queue to a worker while I/O runs
+    /// Move queues to a worker while I/O runs
+    ///
+    /// Prints where the queues are now. The queues move one after the other. If one of them does not
+    /// come to rest in time, it stays, and those after it are not moved.
     #[command(
-        after_long_help = "Examples:\n  vshunt attach vm0:3 2\n  vshunt attach vm0:3 fast --timeout 500ms"
+        after_long_help = "Examples:\n  vshunt attach vm0:3 2\n  vshunt attach vm0:0-3 fast --timeout \
+                                 500ms\n  vshunt attach vm0 0"
     )]
     Attach(AttachArgs),
     /// Add, remove and list disks
@@ -295,29 +300,42 @@ impl WorkerArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct AttachArgs {
-    /// The queue, EXPORT:INDEX
-    #[arg(value_parser = parse_queue)]
-    pub(crate) queue: QueueName,
+    /// The queues: EXPORT:INDEX, EXPORT:FIRST-LAST, or EXPORT for all of its queues
+    #[arg(value_parser = parse_queues)]
+    pub(crate) queues: QueueNames,
     /// Id or name of the worker
     pub(crate) worker: String,
-    /// How long the requests in flight may take; after that the queue stays where it was
+    /// How long the requests in flight of a queue may take; after that the queue stays where it was
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_duration)]
     pub(crate) timeout: Duration,
 }
 
-/// A queue as users write it: `vm0:3`.
+/// Queues of an export as users write them: `vm0:3`, `vm0:0-3`, `vm0:*` or `vm0`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct QueueName {
+pub(crate) struct QueueNames {
     pub(crate) export: String,
-    pub(crate) index: u16,
+    /// The indices. None: all queues of the export.
+    pub(crate) indices: Option<RangeInclusive<u16>>,
 }
 
-fn parse_queue(text: &str) -> Result<QueueName, String> {
-    let parts = text.rsplit_once(':').and_then(|(export, index)| Some((export, index.parse().ok()?)));
-    match parts {
-        Some((export, index)) if !export.is_empty() => Ok(QueueName { export: export.to_owned(), index }),
-        _ => Err(format!("`{text}` is no queue; write EXPORT:INDEX, for example vm0:3")),
+fn parse_queues(text: &str) -> Result<QueueNames, String> {
+    let bad = || {
+        format!(
+            "`{text}` names no queues; write EXPORT:INDEX, EXPORT:FIRST-LAST or EXPORT, for example vm0:3"
+        )
+    };
+    let (export, indices) = match text.rsplit_once(':') {
+        None | Some((_, "*")) => (text.strip_suffix(":*").unwrap_or(text), None),
+        Some((export, indices)) => {
+            let (first, last) = indices.split_once('-').unwrap_or((indices, indices));
+            let number = |text: &str| text.parse::<u16>().map_err(|_| bad());
+            (export, Some(number(first)?..=number(last)?))
+        }
+    };
+    if export.is_empty() || indices.as_ref().is_some_and(RangeInclusive::is_empty) {
+        return Err(bad());
     }
+    Ok(QueueNames { export: export.to_owned(), indices })
 }
 
 fn parse_duration(text: &str) -> Result<Duration, String> {
@@ -444,9 +462,12 @@ mod tests {
 
     #[test]
     fn queues_and_times() {
-        assert_eq!(parse_queue("a:b:3"), Ok(QueueName { export: "a:b".into(), index: 3 }));
+        let queues = |export: &str, indices| Ok(QueueNames { export: export.into(), indices });
+        assert_eq!(parse_queues("a:b:3"), queues("a:b", Some(3..=3)));
+        assert_eq!(parse_queues("vm0:0-3"), queues("vm0", Some(0..=3)));
+        assert_eq!((parse_queues("vm0"), parse_queues("vm0:*")), (queues("vm0", None), queues("vm0", None)));
         for text in ["vm0", ":1", "vm0:", "vm0:x", "vm0:70000"] {
-            assert!(parse_queue(text).is_err(), "{text}");
+            assert!(parse_queues(text).is_err(), "{text}");
         }
         for (text, ms) in [("10s", 10_000), ("500ms", 500), ("2m", 120_000), ("3", 3_000)] {
             assert_eq!(parse_duration(text), Ok(Duration::from_millis(ms)), "{text}");

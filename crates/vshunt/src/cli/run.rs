@@ -10,7 +10,7 @@ use vshunt_types::spec::{
 };
 
 use super::args::{
-    AttachArgs, Cli, Command, DiskCommand, ExportCommand, ListArgs, NetCommand, WorkerCommand,
+    AttachArgs, Cli, Command, DiskCommand, ExportCommand, ListArgs, NetCommand, QueueNames, WorkerCommand,
 };
 use super::call::{absolute, call, connect, list, print_json, query, send, to_value};
 use super::client::Client;
@@ -158,13 +158,31 @@ fn worker_id(client: &mut Client, text: &str) -> Outcome<u32> {
 
 fn attach(client: &mut Client, args: AttachArgs) -> Outcome {
     let worker = worker_id(client, &args.worker)?;
-    let arguments = json!({
-        "export": args.queue.export,
-        "index": args.queue.index,
-        "worker": worker,
-        "timeout-ms": u64::try_from(args.timeout.as_millis()).unwrap_or(u64::MAX),
-    });
-    send(client, "queue-attach", arguments)
+    let QueueNames { export, indices } = args.queues;
+    let indices = match indices {
+        Some(indices) => indices,
+        None => {
+            let queues: Vec<QueueInfo> = call(client, "query-queues", json!({}))?;
+            let last = queues.iter().filter(|queue| queue.export == export).map(|queue| queue.index).max();
+            0..=last.ok_or_else(|| {
+                Failure::Failed(format!("there is no export {export} with queues; see `vshunt status`"))
+            })?
+        }
+    };
+    let named = match (indices.start(), indices.end()) {
+        (first, last) if first == last => format!("{export}:{first} is"),
+        (first, last) => format!("{export}:{first}-{last} are"),
+    };
+    for index in indices {
+        let arguments = json!({
+            "export": export,
+            "index": index,
+            "worker": worker,
+            "timeout-ms": u64::try_from(args.timeout.as_millis()).unwrap_or(u64::MAX),
+        });
+        send(client, "queue-attach", arguments)?;
+    }
+    print(&format!("{named} on worker {worker}\n"))
 }
 
 fn disk(client: &mut Client, command: DiskCommand) -> Outcome {
