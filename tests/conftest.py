@@ -176,7 +176,7 @@ def _ended_after_failure(request):
 
 @pytest.fixture(scope="module")
 def memory(rig):
-    """A folder in memory where the machine has one."""
+    """A folder in memory, or on disk if the machine has none in memory."""
     return rig.memory_dir()
 
 

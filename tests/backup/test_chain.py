@@ -1,4 +1,4 @@
-"""Chains of incremental backups by dirty bitmaps; the same by QMP."""
+"""Tests chains of incremental backups that use dirty bitmaps, also over QMP."""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Jobs that end early: a failed target, cancel, the end of the export or of the daemon, kill -9."""
+"""Tests backup jobs that end early.
+
+The causes are a failed target, `cancel`, the end of the export or of the daemon, and kill -9.
+"""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Refused backups, jobs and bitmaps: the error names the thing, and the remedy."""
+"""Tests that refused backups, jobs and bitmaps give an error with the thing and the remedy."""
 
 import json
 

@@ -1,4 +1,7 @@
-"""Dirty bitmaps that are kept in the image: over a restart, a crash, and from QEMU's tools."""
+"""Tests dirty bitmaps that are stored in the image.
+
+They are read after a restart, after a crash, and by QEMU's tools.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""A backup has the disk's contents of one point in time, under writes and while queues move."""
+"""Tests that a backup has the contents of the disk at one point in time.
+
+Guests write and queues move during the backup.
+"""
 
 import random
 import time

@@ -1,8 +1,8 @@
-"""Front ends that hand over a descriptor whose close waits.
+"""Tests front ends that pass a descriptor whose close waits.
 
-It is of a file of a FUSE mount whose server never answers FLUSH, or of a TCP socket that lingers,
-which is left where no process receives it. Other exports, the next front end and the end of the
-daemon must not wait for the close.
+The descriptor is a file of a FUSE mount whose server never answers FLUSH, or a TCP socket that
+lingers. It is left where no process receives it. Other exports, the next front end and the end of
+the daemon must not wait for the close.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ NEEDS_FUSE = pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() 
 
 
 class Closes:
-    """What the tests share. Each has a daemon of its own with two exports of one worker."""
+    """A daemon with two exports of one worker, for one test."""
 
     def __init__(self, rig):
         self.rig = rig
@@ -79,7 +79,10 @@ class Closes:
                     os.waitpid(pid, 0)
 
     def hand_over(self, act):
-        """What `act(descriptor)` returns, in a process of its own: it ends only when the server has."""
+        """Runs `act(descriptor)` in another process and returns its result.
+
+        The process ends only when the server has.
+        """
         results, end = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -108,7 +111,10 @@ class Closes:
 
     @contextlib.contextmanager
     def lingering(self):
-        """Makes sockets whose last close waits until this is over: what they have sent is not taken."""
+        """Makes sockets whose last close waits until this is over.
+
+        Their data is not received until then.
+        """
         with contextlib.ExitStack() as ends, socket.create_server(("127.0.0.1", 0)) as server:
 
             def make():

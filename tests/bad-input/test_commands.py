@@ -1,4 +1,7 @@
-"""Commands to a daemon that it refuses. None of them may disturb the load on vm1."""
+"""Tests commands that the daemon refuses.
+
+None of them may disturb the load on vm1.
+"""
 
 import json
 import os

@@ -1,6 +1,7 @@
-"""Front ends that send their own end of a connection to the daemon, in data that it has not read.
+"""Tests front ends that pass their own end of a connection to the daemon.
 
-The daemon must not keep such a connection open: its export would be busy for ever.
+The descriptor is in data that the daemon has not read. The daemon must not keep such a connection
+open: its export would be busy for ever.
 """
 
 import array
@@ -78,7 +79,7 @@ class Ends:
         self.made.clear()
 
     def remove_by_force(self):
-        """What a test that failed has left."""
+        """Removes what a failed test has left."""
         for name in self.made:
             self.daemon.cli("export", "remove", "--force", name, check=False)
             self.daemon.cli("disk", "remove", name, check=False)
@@ -152,7 +153,7 @@ def test_its_own_end_behind_questions_whose_answers_it_does_not_read(ends):
     socket = ends.export("deaf")
 
     def ask(front, most):
-        """Sends questions until nobody has taken one for so long; how many."""
+        """Sends questions until none is received for some time. Returns their number."""
         asked = 0
         front.socket.setblocking(False)
         while asked < most and select.select([], [front.socket], [], 0.5)[1]:

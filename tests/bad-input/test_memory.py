@@ -1,4 +1,4 @@
-"""Memory, in-flight regions and sockets that a front end shares with the daemon."""
+"""Tests bad memory, in-flight regions and sockets that a front end shares with the daemon."""
 
 import array
 import contextlib
@@ -19,7 +19,7 @@ MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
 
 
 class Shared:
-    """The daemon, with what it writes from now on."""
+    """The daemon, and its output from now on."""
 
     def __init__(self, served):
         self.rig, self.daemon = served.rig, served.daemon
@@ -46,7 +46,7 @@ def shared(served):
 
 
 def opened(c, protocol=0):
-    """A handshake with these protocol features besides REPLY_ACK."""
+    """A handshake with REPLY_ACK and these protocol features."""
     struct.unpack("<Q", c.request(p.GET_FEATURES))
     c.message(p.SET_PROTOCOL_FEATURES, struct.pack("<Q", p.PF_MQ | p.PF_REPLY_ACK | p.PF_CONFIG | protocol))
     c.message(p.SET_OWNER)
@@ -200,7 +200,7 @@ def test_in_flight_regions_all_over_a_sparse_file_each_of_them_reset(c):
 
 
 def test_a_reset_of_an_in_flight_region_with_pages_that_the_file_has_and_has_not(c):
-    """What is in a region does not outlive a reset, wherever the file's pages are."""
+    """A reset clears the region, both in pages that the file has and in holes."""
     opened(c, PF_INFLIGHT | PF_RESET)
     size, begin = 5 * 4096 - 8, 4096 + 8
     fd = memfd(c, MIB)

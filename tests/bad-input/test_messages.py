@@ -1,4 +1,4 @@
-"""Messages and requests that no sane front end sends."""
+"""Tests messages and requests that a correct front end does not send."""
 
 import os
 import random

@@ -1,6 +1,7 @@
-"""Bad input about networks: interfaces, numbers and names that are wrong, and a machine that lacks something.
+"""Tests bad input about networks: wrong interfaces, numbers and names, and missing features.
 
-Each `vshunt serve` in a network namespace of its own, so that no interface of the machine is touched.
+Each `vshunt serve` runs in its own network namespace, so that no interface of the machine
+changes.
 """
 
 import json
@@ -16,7 +17,7 @@ UPLINK, SWITCH = "type=uplink,name=u0,", "type=switch,name=n0"
 
 
 class Networks:
-    """What a user gets wrong; nothing is left behind."""
+    """Runs commands that must be refused, and checks that nothing is left behind."""
 
     def __init__(self, rig):
         self.rig = rig
@@ -144,7 +145,7 @@ def test_refused_by_the_kernel(networks, words, what):
 
 @NEEDS_TUN
 def test_no_right_to_make_a_tap(networks):
-    """As nobody."""
+    """The user nobody cannot make a tap, and gets an error with the reason."""
     setpriv = r.tool("setpriv", "util-linux")
     argv = [setpriv, "--reuid", "65534", "--clear-groups", "--inh-caps=-all", r.binary("vshunt"), "serve", "--no-control"]
     argv += ["--net", "type=tap,name=n0,ifname=vs0", "--export", "type=vhost-user-net,name=c0,net=n0,socket=/tmp/no.sock"]
@@ -171,7 +172,7 @@ def test_vshunt_net_steering(networks):
 
 @NEEDS_TUN
 def test_commands_to_a_daemon(networks):
-    """What is asked of a daemon that runs, and what it has afterwards."""
+    """A running daemon refuses bad commands, and its state stays the same."""
     control = networks.rig.dir / "nets.ctl"
     argv = [r.tool("unshare", "util-linux"), "--net", r.binary("vshunt"), "serve", "--control", str(control)]
     daemon = r.Child(networks.rig, "nets", argv)

@@ -1,4 +1,4 @@
-"""Bad input from a user of the command line: files, sizes, numbers and names that are wrong."""
+"""Tests bad input on the command line: wrong files, sizes, numbers and names."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""What commands show and do while the disk is mounted: status, resize, two exports of one disk, passthrough."""
+"""Tests commands while a disk is mounted: status, resize, two exports of a disk, passthrough."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def told(export, key):
-    """What it came to, where `auto` was asked for."""
+    """The value of a key of the mount, as `status` shows it."""
     return export["mount"][key]
 
 
@@ -154,7 +154,10 @@ def test_one_read_only_disk_vhost_user_blk_and_two_mounts(suite):
 
 @pytest.mark.transports("any")
 def test_an_image_that_another_daemon_serves_which_is_held_up(suite):
-    """An image that another daemon serves, and that one is held up: who asks for attributes waits, the worker does not."""
+    """The image is a file of another daemon, which is stopped.
+
+    A process that asks for attributes waits, and the worker does not.
+    """
     suite.ours()
     below = m.Mount(suite, "waits-below", image=suite.image("waits-below.img", MIB))
     path = suite.rig.dir / "waits-other.mnt"
@@ -290,7 +293,10 @@ def test_passthrough_an_odd_end(suite):
 
 @pytest.mark.transports("any")
 def test_passthrough_nobody_else_writes_while_the_file_is_open_still(suite):
-    """A process that has the file open uses it through the kernel after the unmount: until it closes it, nobody else may write."""
+    """After the unmount, a process that has the file open uses it through the kernel.
+
+    Until it closes the file, no other program may write the image.
+    """
     suite.ours()
     image = suite.image("pass-after.img", 2 * MIB)
     mount = m.Mount(suite, "pass-after", image=image, growable=True, passthrough="auto")
@@ -341,7 +347,7 @@ def test_passthrough_random_operations(suite):
 
 @pytest.mark.transports("any")
 def test_passthrough_off_with_a_reason(suite):
-    """Where it cannot be, status says why, and all else works."""
+    """If passthrough is not possible, status gives the reason, and everything else works."""
     suite.ours()
     for number, (what, how) in enumerate((
         ("growable is off", {"image": suite.image("off.img", MIB)}),

@@ -1,6 +1,8 @@
-"""How a mount ends: removed, unmounted, with its daemon, by kill -9; callers never wait for one that is gone.
+"""Tests the end of a mount: removed, unmounted, with its daemon, after kill -9.
 
-Run as a program (`writer …`) it writes with O_DSYNC and notes what was completed.
+Processes that use the file never wait for a mount that has ended.
+
+Run as a program (`writer …`), this file writes with O_DSYNC and notes which writes completed.
 """
 
 import contextlib
@@ -84,7 +86,7 @@ class Callers:
         return count
 
     def cut_off(self, what):
-        """They get their errors, rather than wait for who is gone."""
+        """Checks that users of the file get errors, and do not wait for a mount that is gone."""
         with contextlib.suppress(OSError):  # what its FLUSH gets
             os.close(self.held)
         for child in self.all:
@@ -107,7 +109,10 @@ class Callers:
 
 
 def whole(image, completed, begun):
-    """Every completed block is there; what was under way may be there, or half."""
+    """Checks that every completed block is there.
+
+    A block that was being written may be old, new or partly written.
+    """
     with m.Opened(image, os.O_RDONLY) as fd:
         for slot, turn in completed.items():
             if slot in begun:
@@ -152,7 +157,7 @@ def test_kill_9_with_i_o_under_way_mountpoint_taken_over(suite):
 
 
 def test_kill_9_then_another_image_on_the_mountpoint(suite):
-    """A killed daemon's mount, nobody using it, then a daemon with another image: the mountpoint is taken over."""
+    """A daemon with another image takes over the unused mountpoint of a killed daemon."""
     suite.ours()
     name = f"left-{suite.transport}"
     first = m.Mount(suite, name, image=suite.image(f"{name}.img", MIB))
@@ -300,7 +305,10 @@ def test_connection_aborted_by_an_administrator(suite):
 
 
 def test_a_mountpoint_that_was_there_stays_as_it_was(suite):
-    """A mountpoint that was there stays, with what is in it; also one whose path needs quoting, also the image itself."""
+    """A mountpoint that existed before keeps its contents.
+
+    Also if its path needs quoting, and if it is the image itself.
+    """
     suite.ours()
     name = f"existing-{suite.transport}"
     path = suite.rig.dir / f"{name} with space.mnt"
@@ -314,7 +322,10 @@ def test_a_mountpoint_that_was_there_stays_as_it_was(suite):
 
 @pytest.mark.transports("any")
 def test_mounted_over_what_another_disk_stands_on_and_the_reverse(suite):
-    """Mounted over an image that another disk stands on; and a disk that stands on a mount of the same daemon."""
+    """A mount over the image of another disk is refused.
+
+    So is a disk on a mount of the same daemon.
+    """
     suite.ours()
     qemu_img = r.tool("qemu-img", "qemu-utils")
     folder = suite.rig.dir

@@ -1,4 +1,8 @@
-"""Mounts that cannot be: a refusal that names the thing, and nothing left behind. All of it is vshunt's own."""
+"""Tests mounts that are refused.
+
+The error names the thing, and nothing is left behind. These tests run on vshunt only, not on the
+peer.
+"""
 
 import os
 import shlex
@@ -81,7 +85,7 @@ class Refusals:
             self.serve("enable_uring", keys=",transport=io_uring")
 
     def device(self, change):
-        """In a /dev that is `change`d, in a namespace of its own."""
+        """Runs in its own namespace with a changed /dev."""
         script = (
             "set -e; dev=$(mktemp -d); mount -t tmpfs dev \"$dev\"; cp -a /dev/null /dev/zero /dev/urandom /dev/fuse \"$dev\"; "
             f"{change}; mount --move \"$dev\" /dev; rmdir \"$dev\"; exec \"$@\""
@@ -89,7 +93,7 @@ class Refusals:
         self.serve("/dev/fuse", around=["unshare", "-m", "--propagation", "private", "sh", "-c", script, "sh"])
 
     def forbidden(self):
-        """As a user whom the device node says no to."""
+        """Runs as a user that may not open the device node."""
         self.suite.ours()
         folder = self.suite.rig.dir / "nobody"
         folder.mkdir(mode=0o777, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Images that are no whole disk, and a mount over the image itself."""
+"""Tests images that end within a sector, and a mount over the image itself."""
 
 import os
 import random
@@ -85,7 +85,7 @@ def test_growable_an_empty_image(suite):
 
 @pytest.mark.transports("any")
 def test_an_empty_image_refused_where_nobody_can_make_it_longer(suite):
-    """An empty image is nobody else's disk."""
+    """An empty image is refused by exports that cannot grow."""
     suite.ours()
     image = suite.image("empty-refused.img", 0)
     daemon = r.Daemon(suite.rig, "--disk", f"name=d0,file={image}", name="empty-refused")

@@ -1,4 +1,7 @@
-"""What the system leaves to a daemon: a limit of its address space, no io_uring for users, fusectl that comes later."""
+"""Tests mounts under limits of the system.
+
+These are a limit of the address space, no io_uring for users, and fusectl that is mounted later.
+"""
 
 import contextlib
 import os
@@ -58,7 +61,7 @@ def limited(suite):
 
 @contextlib.contextmanager
 def as_nobody(suite, name):
-    """A folder, an image in it, and a program that runs others as a user who may use FUSE."""
+    """A folder, an image in it, and a program that runs others as a user that may use FUSE."""
     r.tool("fusermount3", "fuse3")
     setpriv = r.tool("setpriv", "util-linux")
     folder = suite.rig.dir / name

@@ -1,4 +1,7 @@
-"""Those who use a disk in earnest: a file system on a loop device, QEMU's tools, fio while queues are moved."""
+"""Tests a mounted disk under load: a file system on a loop device, QEMU's tools, fio.
+
+Queues move while fio runs.
+"""
 
 import contextlib
 import os
@@ -152,7 +155,10 @@ def test_qemu_img_convert_and_create_growable(suite):
 
 
 def test_fsx(suite):
-    """The file system exerciser, where the machine has one; Debian has none."""
+    """The file system exerciser finds no error.
+
+    It runs if the machine has it; Debian has no package.
+    """
     tool = shutil.which("fsx")
     if not tool:
         raise r.Skipped("fsx is missing (no Debian package has it; xfstests does)")
@@ -324,7 +330,10 @@ def test_fio_verifies_while_the_disk_is_resized(suite):
 
 
 def test_many_callers_some_killed(suite):
-    """Many small callers at once: each sees its own bytes. The caller that is killed disturbs nobody."""
+    """Many small callers run at once, and each reads its own bytes.
+
+    A caller that is killed disturbs no other.
+    """
     name = f"many-{suite.transport}"
     suite.differs("mixes up writes that come together", before=11)
     mount = m.serving(suite, name, image=suite.image(f"{name}.img", 16 * MIB), queues=4)

@@ -1,4 +1,4 @@
-"""Random operations on the mounted file, held against a plain file; writers that share sectors."""
+"""Tests random operations on the mounted file against a plain file, and writers of one sector."""
 
 import pytest
 from fuse_model import Case

@@ -1,6 +1,6 @@
-"""What POSIX says of a file, asked of the mounted one by real tools and by system calls.
+"""Tests that the mounted file behaves as POSIX says, with standard tools and system calls.
 
-A writable export that does not grow; `Fixed.truth` is what the file must hold.
+The export is writable and does not grow. `Fixed.truth` is the expected contents of the file.
 """
 
 import array
@@ -33,7 +33,7 @@ os.fsync(fd)
 
 
 def segments(path):
-    """Where data is, by SEEK_DATA and SEEK_HOLE."""
+    """The positions of data, by SEEK_DATA and SEEK_HOLE."""
     found, at = [], 0
     with m.Opened(path, os.O_RDONLY) as fd:
         while True:
@@ -183,7 +183,7 @@ class Fixed(m.Fixture):
         r.require(self.mount.path.stat().st_size == SIZE, "the size changed")
 
     def zeroes(self, *flags):
-        """Whole blocks; those of a punched hole are given back."""
+        """Zeroes whole blocks. The space of a punched hole is freed."""
         before = os.stat(self.mount.image).st_blocks
         begin = {"-p": 1, "-z": 2}[flags[0]] * MIB + len(flags) * 131072
         r.run([r.tool("fallocate", "util-linux"), *flags, "-o", begin, "-l", 65536, self.mount.path])
@@ -252,7 +252,7 @@ class Fixed(m.Fixture):
         r.run(["df", self.mount.path])
 
     def attributes(self):
-        """What is not done must be refused; what succeeds must show."""
+        """Checks that an unsupported change is refused, and that a successful one is visible."""
         path = self.mount.path
         errors = {errno.EPERM, errno.EOPNOTSUPP, errno.EINVAL, errno.EROFS, errno.ENOSYS}
         before = path.stat()

@@ -1,4 +1,4 @@
-"""Exports that grow, and exports that nobody may change."""
+"""Tests exports that grow, and read-only exports."""
 
 import mmap
 import os
@@ -64,7 +64,10 @@ class Growing(m.Fixture):
             self.holds(bytes([65 + turn]) * (8 * MIB), "written in pieces")
 
     def cut_under_load(self):
-        """Whatever order they come in, the image ends where the file does: no write that was late makes it longer."""
+        """The image ends where the file ends, in any order of requests.
+
+        No late write makes it longer.
+        """
         with m.Opened(self.mount.path, os.O_RDWR | os.O_DIRECT) as fd:
             for turn in range(200):
                 os.ftruncate(fd, 4 * MIB)
@@ -110,7 +113,7 @@ class Growing(m.Fixture):
         self.holds(self.first + bytes(MIB) + bytes(50) + b"o" * 100 + bytes(362), "written to an odd end")
 
     def copied(self):
-        """What tools do to an ordinary file that exists."""
+        """Runs the operations that tools perform on an existing ordinary file."""
         self.suite.differs("overlooks O_TRUNC", before=11)
         data = random.Random(9).randbytes(700 * 1024)
         source = self.suite.rig.dir / "copied"

@@ -1,6 +1,9 @@
-"""A daemon never waits for its own mount: it dies when it is killed, and commands do not depend on the mount's users.
+"""Tests that a daemon never waits for its own mount.
 
-Run as a program (`load PATH`) it reads and writes the file at random places until an error, which it exits with.
+It ends when it is killed, and commands do not depend on the users of the mount.
+
+Run as a program (`load PATH`), this file reads and writes PATH at random places until an error,
+which it prints.
 """
 
 import contextlib
@@ -117,7 +120,10 @@ class Busy:
 
 
 def gone(mount, number, stalls):
-    """Signals the daemon; seconds until no thread of it is left, besides stalls."""
+    """Signals the daemon.
+
+    Returns the seconds until it has no thread left, without stalls of the machine.
+    """
     start = time.monotonic()
     mount.child.process.send_signal(number)
     try:
@@ -236,7 +242,10 @@ class Stopped:
 
 
 def test_commands_while_the_mount_answers_nobody(suite):
-    """Commands to a daemon whose mount answers nobody: none waits for the mount, nor does a child."""
+    """Commands to a daemon whose mount does not answer do not wait for the mount.
+
+    Nor does a child process.
+    """
     suite.ours()
     name = f"never-{suite.transport}"
     stopped = Stopped(suite, name)
@@ -264,7 +273,10 @@ def test_commands_while_the_mount_answers_nobody(suite):
 
 
 def test_flush_is_sent_once(suite):
-    """The first FLUSH is answered ENOSYS, and the kernel sends no other: who closes a file waits for no daemon."""
+    """The first FLUSH is answered with ENOSYS, and the kernel sends no other.
+
+    A process that closes a file then waits for no daemon.
+    """
     suite.ours()
     name = f"flushed-{suite.transport}"
     mount = m.Mount(suite, name, image=suite.image(f"{name}.img", DISK_SIZE))

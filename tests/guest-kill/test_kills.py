@@ -1,7 +1,7 @@
-"""vshunt killed -9 and started again under a real guest: the guest notices nothing but a pause.
+"""Tests kill -9 and a restart of vshunt under a real guest: the guest only pauses.
 
-QEMU keeps the in-flight region and reconnects. The guest's fio verifies what it writes during all of this. Afterwards
-the guest's kernel has logged no error, and the image is clean.
+QEMU keeps the in-flight region and reconnects. The guest's fio verifies its writes meanwhile.
+Afterwards the guest's kernel has logged no error, and the image is clean.
 """
 
 import random

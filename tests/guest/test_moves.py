@@ -1,8 +1,11 @@
-"""A real guest on vshunt while its queues are moved: no data is lost or repeated, and the guest notices nothing.
+"""Tests a real guest while its queues move: no data is lost or repeated.
 
-An unmodified QEMU boots a Debian kernel with vhost-user-blk-pci on four queues. The guest makes a file system and runs
-fio with verification on all four queues. Meanwhile, queues are moved between workers a hundred times. Then the disk
-grows while the guest uses it, the guest trims, unmounts and powers off, and the image is checked from outside.
+The guest sees no error.
+
+An unmodified QEMU boots a Debian kernel with vhost-user-blk-pci on four queues. The guest makes a
+file system and runs fio with verification on all four queues. Meanwhile, queues move between
+workers a hundred times. Then the disk grows while the guest uses it, the guest trims, unmounts
+and powers off, and the image is checked from outside.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""The part of tests/image about images that change: size, snapshots, bitmaps.
+"""Tests `vshunt image` commands that change images: size, snapshots, bitmaps.
 
-A guest's contents are compared byte for byte: both programs change copies of one image, or one after the other the
-same, and `qemu-img convert` says what a guest would read.
+The guest's view is compared byte for byte. Both programs change copies of one image, or change
+one image in turn. `qemu-img convert` gives the guest's view.
 """
 
 import json
@@ -24,7 +24,7 @@ class TestChanges:
         self.rig, self.both = rig, both
 
     def contents(self, name, snapshot=None):
-        """What a guest reads, as bytes."""
+        """The bytes that a guest reads."""
         out = self.both.dir / "contents.raw"
         more = ["-l", f"snapshot.name={snapshot}"] if snapshot else []
         self.both.theirs("convert", "-f", "qcow2", "-O", "raw", *more, name, out)
@@ -255,7 +255,7 @@ class TestChanges:
         r.require(both.same_check("open") == 0, "not clean")
 
     def of_no_use(self):
-        """What QEMU stumbles over although it leads to nothing: a flag without a table, a table without entries."""
+        """Harmless values that QEMU refuses: a flag without a table, a table without entries."""
         both = self.both
         both.theirs("create", "-q", "-f", "qcow2", "-o", "cluster_size=512", "useless", "1M")
         both.io("useless", "write -P 3 0 64k")
@@ -276,7 +276,7 @@ class TestChanges:
         r.require(both.same_check("useless") == 0, "not clean after a write")
 
     def later_version(self):
-        """An image of a version that nobody knows is no raw disk."""
+        """An image of an unknown version is not served as a raw disk."""
         both = self.both
         both.theirs("create", "-q", "-f", "qcow2", "later", "1M")
         data = bytearray((both.dir / "later").read_bytes())

@@ -1,8 +1,12 @@
-"""`vshunt image` beside qemu-img: what one makes the other checks, describes and changes.
+"""Tests `vshunt image` against qemu-img.
 
-Images of qemu-img with combinations of all features are checked and described alike by both; ours are opened, filled
-and checked by QEMU's programs. Corrupted ones (bytes flipped, seeded) are found and repaired; hostile ones end in time.
-VSHUNT_SEED: where the generator starts.
+Each program checks, describes and changes images of the other.
+
+Both check and describe images of qemu-img with combinations of all features, with the same
+result. QEMU's programs open, fill and check images of vshunt. Corrupt images (bytes flipped,
+seeded) are found and repaired. Hostile images end in time.
+
+VSHUNT_SEED sets the seed of the generator.
 """
 
 import json
@@ -51,7 +55,7 @@ def test_qemu_fills_and_checks_our_images(both, rand):
 
 
 def test_create_says_and_refuses_as_qemu_img_does(both):
-    """What `create` says it makes, and what is refused."""
+    """`create` prints and refuses the same as qemu-img."""
     for arguments in (
         ["-f", "qcow2", "x", "1G"],
         ["-f", "qcow2", "-o", "cluster_size=4k,refcount_bits=8,lazy_refcounts=on", "x", "1M"],
@@ -127,7 +131,10 @@ def filled(both, rand, name):
 
 
 def tables_of(data):
-    """Where the L1 table, an L2 table and the refcount blocks lie: ranges worth flipping bytes in."""
+    """The positions of the L1 table, an L2 table and the refcount blocks.
+
+    The tests flip bytes there.
+    """
     bits, _, _, l1_size, l1, reftable, reftable_clusters = struct.unpack_from(">IQIIQQI", data, 20)
     cluster = 1 << bits
     ranges = [(l1, l1_size * 8)]

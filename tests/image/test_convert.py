@@ -1,6 +1,7 @@
-"""The part of tests/image about `vshunt image convert`: what a guest reads is the same before and after.
+"""Tests `vshunt image convert`: the guest's view is the same before and after.
 
-`qemu-img compare` and `check` judge what we made; what we read of QEMU's images is held against its own copy.
+`qemu-img compare` and `check` judge images that vshunt writes. Data that vshunt reads from QEMU's
+images is compared with QEMU's own copy.
 """
 
 import os
@@ -103,7 +104,10 @@ class TestCopies:
             r.require("backing" not in both.ours("info", "flat").stdout, "the copy stands on an image")
 
     def test_onto_an_image_that_is_there(self, rand):
-        """-n: what was in the target does not show where the source is zeroes."""
+        """`convert -n` writes into an existing target.
+
+        Zeroes of the source replace its old data.
+        """
         both = self.both
         self.contents(rand, "new.raw", 4 * MIB)
         (both.dir / "old.raw").write_bytes(b"\x55" * (4 * MIB))
@@ -152,7 +156,7 @@ class TestCopies:
         self.same("little.raw", "raw", "there.data", "raw", "the data file by itself")
 
     def test_never_harms_what_it_reads(self, rand):
-        """The target is the source under another name, or a file that it stands on."""
+        """A target is refused if it is the source under another name, or a file below it."""
         both = self.both
         self.contents(rand, "base.raw", MIB)
         both.theirs("create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", "stands")

@@ -1,9 +1,9 @@
-"""Networks on a stock kernel, in a VM: vhost-user-net handed over to /dev/vhost-net, and served by
-workers of the daemon.
+"""Tests networks on a stock kernel, in a VM.
 
-`vshunt serve` is on one side of the socket. On the other is a front end that plays a guest's
-driver, and also the host's side of the tap (crates/vshunt/examples/net_guest). All frames both ways
-are checked. Only the kernel's own modules are used.
+vhost-user-net is served by /dev/vhost-net and by workers of the daemon. `vshunt serve` is on one
+side of the socket. On the other is a front end that plays a guest's driver, and also the host's
+side of the tap (crates/vshunt/examples/net_guest). It checks all frames in both directions. Only
+the kernel's own modules are used.
 """
 
 import os

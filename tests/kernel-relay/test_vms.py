@@ -1,6 +1,7 @@
-"""`vshunt serve … engine=kernel` in VMs: chosen, driven over the socket, moved, killed.
+"""Tests `vshunt serve … engine=kernel` in VMs: choice of the engine, load, moves, kills.
 
-Also the tests of the device with this engine, and a QEMU in a VM with a guest whose disk it serves.
+It also runs the tests of the device with this engine, and a QEMU in a VM with a guest whose disk
+the engine serves.
 """
 
 import kernel_nested
@@ -53,7 +54,7 @@ def folder():
 
 @pytest.fixture(scope="module")
 def modules(folder):
-    """The kernel's modules, and ours, which is built."""
+    """The kernel's modules, and the module of this tree, which is built."""
     made = k.Modules(folder)
     made.add_ours()
     for name in MODULES:

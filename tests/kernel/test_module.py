@@ -1,5 +1,7 @@
-"""What needs no VM: the module builds, the struct layouts of the private header are the kernel's,
-checkers find nothing, and DKMS and the package take it.
+"""Tests of the kernel module that need no VM.
+
+The module builds. The struct layouts of the private header are those of the kernel. Checkers find
+nothing. DKMS and the package accept the module.
 """
 
 import os

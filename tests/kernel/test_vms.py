@@ -1,4 +1,4 @@
-"""VMs that load the module and drive it, by the programs of kmod/tests and by vshunt-bench."""
+"""Tests the kernel module in VMs, with the programs of kmod/tests and vshunt-bench."""
 
 import os
 
@@ -24,7 +24,7 @@ VMS = {
 
 @pytest.fixture(scope="module")
 def more_modules(modules):
-    """With modules of disks, and ours as if it were built for another kernel."""
+    """Modules for disks, and the module of this tree as if built for another kernel."""
     modules.add("other_kernel", k.of_another_kernel(modules.data["vhost_blk"]))
     for name in MODULES:
         modules.add(name)
@@ -33,7 +33,7 @@ def more_modules(modules):
 
 @pytest.fixture(scope="module")
 def base(rig, folder, more_modules):
-    """What each VM boots: with static programs, built here."""
+    """The image that each VM boots, with static programs that are built here."""
     return k.Base(rig, folder, more_modules, {name: k.test_program(name) for name in ("vhost-blk-test", "dm-table")})
 
 

@@ -1,8 +1,8 @@
-"""vshunt killed -9 ten times during verified writes and started again: no completed write is lost.
+"""Tests kill -9 of vshunt, ten times, during verified writes: no completed write is lost.
 
-vshunt-bench keeps the in-flight region as a VMM does, reconnects, and reads back everything that it wrote at the
-end. Split and packed virtqueues, on a file of the disk and on one in memory, on thin disks, whose map is brought in from its
-journal then, queues moved between the kills.
+vshunt-bench keeps the in-flight region as a VMM does, reconnects, and at the end reads everything
+that it wrote. The cases are split and packed virtqueues, a file on the disk and one in memory,
+thin disks whose map is restored from its journal, and queues that move between the kills.
 """
 
 import random

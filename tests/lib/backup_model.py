@@ -1,5 +1,8 @@
-"""What the tests of backups share: images, a disk with its contents, threads that write while a
-backup begins, events of QMP."""
+"""Helpers for the tests of backups.
+
+They are images, a disk with its contents, threads that write while a backup begins, and QMP
+events.
+"""
 
 import json
 import os
@@ -19,7 +22,7 @@ SIZE = 16 * MIB
 
 
 class Suite(m.Suite):
-    """What the tests of a file share: the folder for their images, and the guardian's clock."""
+    """The folder for the images of a test file, and the guardian's clock."""
 
     def path(self, name):
         return self.rig.dir / name
@@ -238,7 +241,7 @@ class Qmp:
         self.call("qmp_capabilities")
 
     def call(self, command, **arguments):
-        """What a command returns; with `error=WORD` it must fail, and say that."""
+        """Returns the result of a command. With `error=WORD` it must fail with this word."""
         error = arguments.pop("error", None)
         arguments = {key.replace("_", "-"): value for key, value in arguments.items()}
         self.socket.sendall(json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n")

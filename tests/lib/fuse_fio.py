@@ -1,4 +1,4 @@
-"""fio on a mounted file: four jobs that verify."""
+"""Runs fio with four verifying jobs on a mounted file."""
 
 import rig as r
 
@@ -7,7 +7,7 @@ FIO_REGION = 4 << 20
 
 
 def fio_argv(path, seconds, base=0, seed=7):
-    """Four jobs that verify what they wrote, each in a region of its own from `base` on."""
+    """Four jobs that verify their writes, each in its own region from `base` on."""
     options = {
         "filename": path, "ioengine": "libaio", "direct": 1, "iodepth": 8, "verify": "crc32c", "verify_backlog": 64,
         "verify_fatal": 1, "verify_state_save": 0, "serialize_overlap": 1, "fallocate": "none", "allow_file_create": 0, "time_based": 1,

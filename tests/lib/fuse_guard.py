@@ -1,10 +1,13 @@
-"""A mount namespace for FUSE mounts, and a guardian against hangs.
+"""A mount namespace for FUSE mounts, and a guardian process against hangs.
 
-A FUSE server that dies or loops leaves its callers in the kernel, where even SIGKILL may not reach them. So tests of
-FUSE run in a mount namespace of their process, and a guardian, a process of its own in that namespace, aborts the
-connections of the namespace's mounts when a test is over its time. The callers then get an error, and the test fails.
-The guardian also puts `enable_uring` and `kernel.io_uring_disabled` back when the tests' process is killed. It makes
-no call that a mount could keep. The fixtures `clock` and `guarded` of tests/conftest.py use it.
+A FUSE server that dies or loops leaves its callers in the kernel, where even SIGKILL may not
+reach them. So tests of FUSE run in a mount namespace of their process. A guardian is a separate
+process in that namespace. It aborts the connections of the namespace's mounts when a test exceeds
+its time. The callers then get an error, and the test fails.
+
+The guardian also restores `enable_uring` and `kernel.io_uring_disabled` when the tests' process
+is killed. It makes no call that a mount could block. The fixtures `clock` and `guarded` of
+tests/conftest.py use it.
 """
 
 import fcntl
@@ -85,7 +88,7 @@ def abort(connections):
 
 
 class Guardian:
-    """Enters a private mount namespace, and starts the guardian; `clock` is what it looks at."""
+    """Enters a private mount namespace and starts the guardian, which watches `clock`."""
 
     def __init__(self):
         if not os.path.exists("/dev/fuse"):

@@ -1,6 +1,6 @@
-"""Random operations on the mounted file, held against a plain file; writers that share sectors.
+"""Random operations on the mounted file and on a plain file, and writers of one sector.
 
-Run as a program (`neighbour …`) it is one of those writers.
+Run as a program (`neighbour …`), this file is one of those writers.
 """
 
 import os
@@ -65,7 +65,7 @@ class Walk:
             os.close(fd)
 
     def place(self):
-        """Somewhere; often near what was touched last, or at the end."""
+        """A random place, often near the last one or at the end."""
         kind = self.chance.random()
         end = self.size + (self.size // 8 if self.growable else 3000)
         if kind < 0.2 and self.done:

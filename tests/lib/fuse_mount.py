@@ -1,4 +1,4 @@
-"""A FUSE mount under test: who serves it, and what the FUSE tests ask of it."""
+"""A FUSE mount under test: its server, and checks for the FUSE tests."""
 
 import ctypes
 import errno
@@ -96,7 +96,7 @@ class Opened:
 
 
 class Suite:
-    """What the FUSE tests of a file share: the transport under test, and who serves."""
+    """The transport under test and the server, for the FUSE tests of a file."""
 
     def __init__(self, rig, clock, peer=None, transport=None):
         self.rig = rig
@@ -108,12 +108,15 @@ class Suite:
         self.loops = []
 
     def ours(self, what="vshunt's own"):
-        """Leave a test out where the peer serves."""
+        """Leaves a test out if the peer serves."""
         if self.peer:
             raise r.Skipped(f"{what}; the peer has nothing like it")
 
     def differs(self, how, before=None):
-        """Leave out what the peer is known to do otherwise; `before`: what it did before that major version."""
+        """Leaves out a known difference of the peer.
+
+        `before`: only for versions below this major version.
+        """
         if self.peer and (before is None or self.peer_version < before):
             raise r.Skipped(f"the peer {how}")
 
@@ -151,7 +154,7 @@ class Fixture:
 
 
 def serving(suite, name, **how):
-    """One disk, served as one mounted file, by whom the suite is about."""
+    """One disk, served as one mounted file by the server of the suite."""
     return (PeerMount if suite.peer else Mount)(suite, name, **how)
 
 
@@ -292,7 +295,10 @@ def same(path, content, what, chunk=1 << 20):
 
 
 def script(text, *arguments, timeout_s=r.WAIT_S):
-    """Python in a process of its own: for what could hang the rig with its lock held, as a page fault does."""
+    """Runs Python code in another process.
+
+    It could hang the rig with its lock held, as a page fault does.
+    """
     return r.run([sys.executable, "-B", "-c", text, *arguments], timeout_s=timeout_s).stdout
 
 
@@ -300,7 +306,7 @@ AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 
 
 def program_for_all(suite):
-    """A copy of vshunt that every user can run; where it was built, they may not look."""
+    """A copy of vshunt that every user can run. Other users cannot access the build folder."""
     copy = suite.rig.dir / "vshunt"
     if not copy.exists():
         os.chmod(suite.rig.dir, 0o755)

@@ -1,4 +1,4 @@
-"""`vshunt image` and qemu-img side by side, and random images for them: for the tests in tests/image."""
+"""Runs `vshunt image` and qemu-img on the same images, and makes random images. For tests/image."""
 
 import json
 import re

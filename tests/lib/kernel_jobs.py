@@ -1,6 +1,8 @@
-"""What the VMs of `tests/kernel` do, as shell: the module alone, driven by the programs in kmod/tests and by vshunt-bench.
+"""Shell jobs for the VMs of `tests/kernel`.
 
-@SEED@ is VSHUNT_SEED, for all that is drawn by chance."""
+They drive the module alone, with the programs in kmod/tests and vshunt-bench. @SEED@ is
+VSHUNT_SEED, the seed of all random choices.
+"""
 
 # A RAM disk that the cases write to, and one more.
 BRD = "need brd rd_nr=2 rd_size=65536\n"

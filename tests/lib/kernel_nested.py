@@ -1,4 +1,4 @@
-"""An unmodified QEMU in a VM, with a guest whose disk is served by `vshunt serve … engine=kernel`.
+"""An unmodified QEMU in a VM, with a guest whose disk `vshunt` serves with engine=kernel.
 
 For tests/kernel-relay.
 """
@@ -99,7 +99,7 @@ def vmlinux(folder):
 
 
 def inner_entries(folder, modules):
-    """What the inner guest boots, as files of the outer one."""
+    """The files that the inner guest boots, as files of the outer guest."""
     names = [*modules.order["virtio_blk"], "virtio_blk"]
     load = "\n".join(f"insmod /modules/{name}.ko" for name in names)
     entries = [(name, 0o040755, b"") for name in ("bin", "dev", "proc", "sys", "modules")]

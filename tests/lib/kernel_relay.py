@@ -1,4 +1,4 @@
-"""What the VMs of tests/kernel-relay do, as shell: `vshunt serve … engine=kernel`."""
+"""Shell jobs for the VMs of tests/kernel-relay: `vshunt serve … engine=kernel`."""
 
 COMMON = """
 need brd rd_nr=2 rd_size=65536

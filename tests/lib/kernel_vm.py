@@ -1,12 +1,16 @@
-"""A VM for the kernel module: a stock Debian kernel under TCG, busybox, its own modules and ours, static programs.
+"""A VM for the kernel module: a stock Debian kernel under TCG.
 
-`scripts/kernel` fetches the kernel and builds our module. A VM runs a shell script, the job, and speaks through its
-second serial port. Lines `ok NAME` and `not ok NAME: why` are results, and `@@ end` is the last line. The first port is
-the kernel's console. What a healthy kernel does not write there is a failure, too.
+It has busybox, the modules and static programs.
 
-The stock kernel has neither KASAN nor lockdep nor kmemleak, and Debian has no kernel with them (its -dbg packages are
-symbols alone). What it does have is on: slub_debug with poison, red zones and owners for every cache, KFENCE, hardened
-lists and user copies, refcount warnings, the detectors of soft lockups, stalls and hung tasks.
+`scripts/kernel` fetches the kernel and builds the module. A VM runs a shell script, the job,
+which writes to its second serial port. Lines `ok NAME` and `not ok NAME: why` are results, and
+`@@ end` is the last line. The first port is the kernel's console. Output there that a healthy
+kernel does not write is a failure, too.
+
+The stock kernel has neither KASAN nor lockdep nor kmemleak, and Debian has no kernel with them
+(its -dbg packages contain only symbols). All checks that it has are on: slub_debug with poison,
+red zones and owners for every cache, KFENCE, hardened lists and user copies, refcount warnings,
+the detectors of soft lockups, stalls and hung tasks.
 """
 
 import collections
@@ -108,7 +112,10 @@ poweroff -f
 
 
 def kernel(command="fetch", timeout_s=900, **environment):
-    """What `scripts/kernel COMMAND` prints last; the test is left out where the machine lacks something."""
+    """The last line of `scripts/kernel COMMAND`.
+
+    The test is left out if the machine lacks something.
+    """
     done = subprocess.run(
         [r.ROOT / "scripts/kernel", command], capture_output=True, text=True, timeout=timeout_s, env=os.environ | environment
     )
@@ -152,7 +159,7 @@ def with_libraries(programs):
 
 
 class Modules:
-    """The kernel's own modules, with what they need of one another, and ours."""
+    """The kernel's own modules with their dependencies, and the module of this tree."""
 
     def __init__(self, folder):
         self.files = {}
@@ -199,7 +206,7 @@ def depends(module):
 
 
 def section(data, wanted):
-    """A section of a 64-bit little-endian ELF file; empty where there is none."""
+    """A section of a 64-bit little-endian ELF file; empty if there is none."""
     table, size, count, names = struct.unpack_from("<Q", data, 40) + struct.unpack_from("<HHH", data, 58)
     heads = [struct.unpack_from("<IIQQQQ", data, table + n * size) for n in range(count)]
     for head in heads:
@@ -230,7 +237,7 @@ STALE_INT3 = re.compile(r"Oops: int3: 0000(?:(?!RIP: )[\s\S])*RIP: 0010:\w+\+0x\
 
 
 class Base:
-    """What every VM of a run boots: kernel and initramfs without a job."""
+    """The kernel and the initramfs without a job, which every VM of a run boots."""
 
     def __init__(self, rig, folder, modules, programs, more=()):
         self.kernel = f"{folder}/vmlinuz"
@@ -303,7 +310,7 @@ class Vm:
         return found and (found[1] or "")
 
     def log(self):
-        """What the kernel has written to its console so far."""
+        """The output of the kernel on its console so far."""
         return self.console.read_text(errors="replace") if self.console.exists() else ""
 
     def until_end(self, timeout_s, record):

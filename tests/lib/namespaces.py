@@ -1,7 +1,8 @@
-"""Namespaces of the test process's own: for mounts, and for networks.
+"""Mount and network namespaces of the test process.
 
-A process that runs tests runs other groups of tests afterwards. So a mount namespace is entered for good, which harms no
-other group, and a network namespace only for as long as a `with` lasts.
+A process that runs tests also runs other groups of tests afterwards. It keeps a mount namespace
+until it ends, which harms no other group. It keeps a network namespace only within a `with`
+statement.
 """
 
 import ctypes

@@ -61,7 +61,7 @@ class Front(p.Peer):
         return answer
 
     def discard(self):
-        """Read what is there to be read."""
+        """Reads and drops all data that has arrived."""
         while select.select([self.socket], [], [], 0)[0] and self.socket.recv(65536):
             pass
 
@@ -122,7 +122,7 @@ class Front(p.Peer):
         self.kick(ring)
 
     def call(self, ring):
-        """A call descriptor: often one that is full, and would block who writes to it."""
+        """A call descriptor: often a full one, which would block a writer."""
         kind = self.chance.randrange(6)
         if kind == 0:
             return None
@@ -363,7 +363,7 @@ class Front(p.Peer):
         time.sleep(self.chance.choice((0.001, 0.01, 0.05)))
 
     def live(self):
-        """What this connection does until it has done enough, or is ended."""
+        """Acts on this connection until it has done enough, or is ended."""
         weights = {
             self.use_rings: 12, self.spoil_rings: 6, self.fill_calls: 3, self.cut_memory: 1, self.new_memory: 1, self.bad_table: 1,
             self.slots: 2, self.inflight: 1, self.dirty_log: 1, self.channel: 1, self.switch: 8, self.of_a_nic: 1, self.mutant: 2,

@@ -1,7 +1,9 @@
-"""Memory and virtqueues of a guest of which nothing has to be true. For tests/lib/neighbour_attack.py.
+"""Memory and virtqueues of a guest with random, invalid contents.
 
-All is drawn from a `random.Random`. Memory is written by pwrite(), not through a mapping: the attacker cuts its files short
-and must not get SIGBUS itself.
+For tests/lib/neighbour_attack.py.
+
+All contents come from a `random.Random`. Memory is written by pwrite(), not through a mapping:
+the attacker truncates its files and must not get SIGBUS itself.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Frames with numbers, and checks of them; packet sockets; checksums."""
+"""Numbered frames and checks of them, packet sockets, checksums."""
 
 import random
 import socket

@@ -27,7 +27,7 @@ class Switch:
         return r.Child(self.rig, f"{self.name}-{guest}-{mode}", [*argv, *more])
 
     def counters(self, guest):
-        """What went through a guest's queues: packets to it, from it, and drops by reason."""
+        """Counters of a guest's queues: packets to it, from it, and drops by reason."""
         status = json.loads(self.daemon.cli("status", "--json").stdout)
         export = next(e for e in status["exports"] if e["name"] == f"e{guest}")
         nets = [q["net"] for q in export["queue-list"] if "net" in q]

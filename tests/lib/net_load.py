@@ -1,6 +1,7 @@
-"""net_guest as a load: frames both ways until it is told to stop.
+"""Runs net_guest as a load: frames in both directions until it is stopped.
 
-It checks the order of each flow, reconnects with its in-flight region, and counts its receive buffers at the end.
+It checks the order of each flow, reconnects with its in-flight region, and counts its receive
+buffers at the end.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ class Load:
         r.wait_for("frames go both ways", lambda: self.ended() or all(b > a + 20 for a, b in zip(before, counts())))
 
     def end(self):
-        """What was sent and lost: to the guest, from the guest."""
+        """Stops the load. Returns the frames sent and lost, to the guest and from the guest."""
         self.tell("stop")
         code = self.child.wait()
         r.require(code == 0, f"net_guest ended with {code}: {self.child.tail()}; {self.daemon.child.tail()}")

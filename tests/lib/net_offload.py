@@ -1,4 +1,4 @@
-"""Super frames: those of TCP and UDP that are segmented later, and whose checksums are computed later."""
+"""Super frames of TCP and UDP, whose segmentation and checksums are left to the receiver."""
 
 import struct
 

@@ -1,6 +1,6 @@
-"""A guest's network device in Python: vhost-user-net's front end with split rings, in which every descriptor is the test's own.
+"""The front end of vhost-user-net in Python, with split rings: the test chooses each descriptor.
 
-What goes over it is bytes: frames with their virtio-net headers are made and read in net_frames.
+It sends and receives bytes. net_frames makes and reads the frames and their virtio-net headers.
 """
 
 import mmap
@@ -80,7 +80,7 @@ class Ring:
         self.offered = (self.offered + 1) & 0xFFFF
 
     def publish(self):
-        """Shows what was added, and kicks."""
+        """Makes the added chains visible, and kicks."""
         struct.pack_into("<H", self.peer.ram, self.avail + 2, self.offered)
         os.eventfd_write(self.kick, 1)
 

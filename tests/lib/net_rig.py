@@ -137,7 +137,7 @@ class Two(r.Daemon):
         super().__init__(rig, "--net", "type=switch,name=s0", *exports, name=name)
 
     def nics(self, a=0, b=0, size=256):
-        """Both, with such features besides merged buffers, and the second with such rings."""
+        """Two NICs with these features and merged buffers; the second one with these rings."""
         return c.Nic(self.sockets[0], c.MRG_RXBUF | a), c.Nic(self.sockets[1], c.MRG_RXBUF | b, size=size)
 
     def drops(self, nic):

@@ -1,5 +1,9 @@
-"""A pair of programs that stream bytes to each other, both ways at once, and check each byte: `listen PORT` and `talk HOST PORT
-STREAMS STOPFILE`. Talks until the file is there, then both sides hear the rest. Of its own, to be run in other namespaces."""
+"""Two programs that stream bytes to each other in both directions, and check each byte.
+
+They are `listen PORT` and `talk HOST PORT STREAMS STOPFILE`. `talk` sends until STOPFILE exists.
+Then both sides receive the rest. This file is a program, so that it can run in another network
+namespace.
+"""
 
 import os
 import socket

@@ -1,4 +1,7 @@
-"""A vhost-user front end of raw bytes, for saying what no sane front end says. Python's standard library only."""
+"""A vhost-user front end of raw bytes, for messages that no correct front end sends.
+
+It needs only Python's standard library.
+"""
 
 import array
 import mmap
@@ -89,7 +92,7 @@ class Peer:
         return self.receive(size)
 
     def request(self, kind, payload=b"", fds=()):
-        """A message with an answer of its own."""
+        """A message that has its own answer."""
         self.message(kind, payload, fds=fds)
         return self.reply()
 

@@ -1,4 +1,4 @@
-"""qcow2 disks and QEMU's tools for them, as the tests in tests/qcow2 use them."""
+"""qcow2 disks, and QEMU's tools for them, for the tests in tests/qcow2."""
 
 import hashlib
 import os
@@ -103,7 +103,10 @@ def same(a, a_format, b, b_format, **more):
 
 
 def program(rig, name, options, size, seed, steps=120, backing=None, path=None, keys=""):
-    """A random program by us on the image and by the system on a plain file; both are the same at each stop."""
+    """vshunt runs a random program on the image, and the system runs it on a plain file.
+
+    Both are equal at each stop.
+    """
     mounts()
     rng = random.Random(seed)
     more = ["-b", backing[0], "-F", backing[1]] if backing else []

@@ -1,5 +1,7 @@
-"""The part of tests/qcow2 about every kind of image that qemu-img makes: cluster size by width of counts, subclusters, lazy
-counts, data file, compression and images below. Each is filled by QEMU, read and written by us, and judged by QEMU.
+"""Tests every kind of image that qemu-img makes. For tests/qcow2.
+
+The kinds are: cluster size by width of counts, subclusters, lazy counts, data file, compression
+and backing images. QEMU fills each image, vshunt reads and writes it, and QEMU checks it.
 """
 
 import ctypes

@@ -1,6 +1,7 @@
-"""What the black-box tests share: private folders, daemons and programs that end with the test.
+"""The base of the black-box tests: private folders, and programs that end with the test.
 
-Needs Python's standard library only: the programs in bench/ use it, too. The fixtures are in tests/conftest.py.
+It needs only Python's standard library: the programs in bench/ use it, too. The fixtures are in
+tests/conftest.py.
 """
 
 import json
@@ -30,11 +31,11 @@ FOREVER = "1h"
 
 
 class Failed(Exception):
-    """What was seen in place of what was expected."""
+    """The observed result, in place of the expected one."""
 
 
 class Skipped(unittest.SkipTest):
-    """What is missing for the test; pytest takes it for a skip."""
+    """The missing precondition of a test. pytest reports a skip."""
 
 
 def require(condition, message):
@@ -56,7 +57,7 @@ def wait_for(what, condition, timeout_s=WAIT_S, every_s=0.02):
 
 
 def binary(name):
-    """Path of one of our programs, built by `make build`; VSHUNT_BIN names another folder."""
+    """The path of a program of vshunt that `make build` made; VSHUNT_BIN names another folder."""
     path = Path(os.environ.get("VSHUNT_BIN") or target_dir() / "release") / name
     if not os.access(path, os.X_OK):
         raise Failed(f"{path} is missing: run `make build` first, or set VSHUNT_BIN to the folder that has it")
@@ -64,7 +65,7 @@ def binary(name):
 
 
 def target_dir():
-    """Where cargo puts what it builds."""
+    """The build folder of cargo."""
     return Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
 
 
@@ -80,7 +81,7 @@ def test_binary(name):
 
 
 def tool(name, package):
-    """Path of a program of the system; the test is left out where it is missing."""
+    """The path of a program of the system. The test is left out if it is missing."""
     path = shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/local/sbin")
     if not path:
         raise Skipped(f"{name} is missing (Debian package {package})")
@@ -153,7 +154,7 @@ class Child:
         return self.process.poll() is None
 
     def output(self):
-        """What it has written so far."""
+        """The output of the program so far."""
         return self.log.read_text(errors="replace")
 
     def wait(self, timeout_s=WAIT_S):
@@ -223,7 +224,7 @@ class Daemon:
         return run([binary("vshunt"), "-c", self.control, *arguments], check=check, timeout_s=timeout_s)
 
     def status(self):
-        """What `status --json` says."""
+        """The result of `status --json`."""
         return json.loads(self.cli("status", "--json").stdout)
 
     def worker_new(self, *arguments):
@@ -256,7 +257,7 @@ class Rig:
         return path
 
     def memory_dir(self):
-        """A folder in memory where the machine has one, removed with the rig."""
+        """A folder in memory (or on disk if there is none), removed with the rig."""
         shm = Path("/dev/shm")
         if not os.access(shm, os.W_OK):
             return self.dir
@@ -291,7 +292,7 @@ def one_line(error):
 
 
 class Repeating:
-    """Calls `body` again and again on a thread of its own until stopped; keeps its first error."""
+    """Calls `body` repeatedly on a separate thread until it is stopped; keeps its first error."""
 
     def __init__(self, body):
         self.error = None

@@ -1,4 +1,4 @@
-"""Where the generators of random numbers start."""
+"""Seeds of the random number generators."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What the tests of snapshots and commits share: images, a daemon with one disk, numbered writes."""
+"""Helpers for the tests of snapshots: images, a daemon with one disk, numbered writes."""
 
 import contextlib
 import hashlib
@@ -134,7 +134,7 @@ class Writer:
             raise r.Failed(f"the guest saw an error: {self.errors[0]}")
 
     def state(self, after):
-        """What the blocks of this lane are after so many writes."""
+        """The expected blocks of this lane after this number of writes."""
         blocks = {}
         for i, block in enumerate(self.log[:after]):
             blocks[block] = self.first + i

@@ -1,4 +1,4 @@
-"""What a rig may not count as slowness of the programs under test."""
+"""Measures pauses of the machine, which must not count as slowness of the programs under test."""
 
 import os
 import threading
@@ -6,7 +6,10 @@ import time
 
 
 class Stalls:
-    """Times in which this machine ran nothing: one control thread on each CPU, which only reads the clock, was late then."""
+    """Times at which this machine stood still.
+
+    A control thread on each CPU, which only reads the clock, was late then.
+    """
 
     SLEEP_S = 0.01
     # A delay of less is not noted.
@@ -28,7 +31,7 @@ class Stalls:
                 self.noted.append((due, now))
 
     def within(self, begin, end):
-        """Seconds of stalls between two times; where stalls of two CPUs overlap, once."""
+        """Seconds of stalls between two times. Overlapping stalls of two CPUs count once."""
         total, done = 0.0, begin
         for one, other in sorted(self.noted):
             first, last = max(one, done), min(other, end)

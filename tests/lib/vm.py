@@ -1,8 +1,8 @@
-"""A real guest: an unmodified QEMU under TCG boots a Debian kernel with a vhost-user-blk disk, or a network device.
+"""A real guest: an unmodified QEMU under TCG boots a Debian kernel with a vhost-user device.
 
-The guest runs a shell script, the job, and speaks to the rig through its second serial port: lines that begin
-with `@@ `. The first is `@@ ready`, the last `@@ end`; `@@ trouble …` is what its kernel complained about.
-`scripts/guest-image` makes what it boots.
+The device is a disk or a network device. The guest runs a shell script, the job, and writes lines
+that begin with `@@ ` to its second serial port. The first is `@@ ready`, the last `@@ end`. `@@
+trouble …` is a complaint of its kernel. `scripts/guest-image` makes the image that it boots.
 """
 
 import os
@@ -18,7 +18,7 @@ BOOT_S = 120.0
 
 
 def image():
-    """The folder with vmlinuz and initramfs; the test is left out where it cannot be made."""
+    """The folder with vmlinuz and initramfs. The test is left out if it cannot be made."""
     done = subprocess.run([ROOT / "scripts/guest-image"], capture_output=True, text=True, timeout=600)
     if done.returncode == 3:
         raise Skipped(done.stderr.strip().splitlines()[-1])
@@ -122,7 +122,7 @@ class Guest:
         self.child.process.stdin.flush()
 
     def lines(self):
-        """What the guest has said so far."""
+        """The output of the guest so far."""
         return [line[3:].strip() for line in self.child.output().splitlines() if line.startswith("@@ ")]
 
     def said(self, word):
@@ -254,7 +254,7 @@ def same_sum(guest):
 
 
 def check_image(rig, image, sha):
-    """What the guest left, seen by this machine's own tools."""
+    """Checks the image that the guest left, with tools of this machine."""
     done = run([tool("e2fsck", "e2fsprogs"), "-f", "-n", image], check=False)
     require(done.returncode == 0, f"e2fsck -fn ended with {done.returncode}: {done.stdout}{done.stderr}")
     copy = rig.dir / "sum"

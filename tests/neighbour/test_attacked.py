@@ -1,10 +1,10 @@
-"""Front ends that break every rule at random, while a verified load runs on another export of the same worker.
+"""Tests front ends that break every rule at random, beside a verified load on the same worker.
 
-Attackers (tests/lib/neighbour_attack.py) connect to two disks and two network devices of a switch, for 20 s
-(`--seconds`) with each seed. The load loses no request, reads no wrong byte, and has no request that takes
-more than a second, besides the time that this machine itself stands still. After the attackers have ended,
-the daemon has as many descriptors, mappings and threads as before, and no more memory. It serves sane front
-ends on each of the attacked exports.
+Attackers (tests/lib/neighbour_attack.py) connect to two disks and two network devices of a
+switch, for 20 s (`--seconds`) with each seed. The load loses no request, reads no wrong byte, and
+has no request that takes more than a second, apart from pauses of the machine itself. After the
+attackers have ended, the daemon has as many descriptors, mappings and threads as before, and no
+more memory. It serves correct front ends on each of the attacked exports.
 
 The tests run in order. `VSHUNT_SEED` sets the seed.
 """
@@ -111,7 +111,7 @@ class Neighbour:
         }
 
     def quiet_values(self):
-        """The least of each in a second, which leaves out what is there for a moment only."""
+        """The minimum of each value within a second, which leaves out short peaks."""
         seen = [self.values()]
         for _ in range(20):
             time.sleep(0.05)
@@ -119,14 +119,17 @@ class Neighbour:
         return {name: min(v[name] for v in seen) for name in seen[0]}
 
     def keep_lists(self, name):
-        """Leave the lists of mappings and descriptors in the rig's folder, to find what is left."""
+        """Stores the lists of mappings and descriptors in the rig's folder.
+
+        They show the place of a leak.
+        """
         proc = Path(f"/proc/{self.daemon.child.pid}")
         links = sorted((int(fd.name), os.readlink(fd)) for fd in (proc / "fd").iterdir())
         text = "".join(f"{fd} {link}\n" for fd, link in links) + (proc / "maps").read_text()
         (self.rig.dir / f"{name}.txt").write_text(text)
 
     def attack(self, name, seed, seconds):
-        """Attackers for so long; the sum of what they did."""
+        """Runs attackers for this time. Returns the sum of their counts."""
         paths = [str(self.sockets[disk]) for disk in DISKS] + [f"net:{self.sockets[nic]}" for nic in NICS]
         script = r.ROOT / "tests/lib/neighbour_attack.py"
         children = [r.Child(self.rig, f"{name}-{k}", [sys.executable, "-B", script, f"{seed}/{k}", seconds, *paths]) for k in range(ATTACKERS)]
@@ -168,7 +171,7 @@ class Neighbour:
         r.wait_for("the attacked exports are free", none)
 
     def warm_up(self):
-        """A short attack, once, after which allocators and pools have what they keep for good."""
+        """A short attack, once. After it, allocators and pools have reached their lasting size."""
         if self.before is not None:
             return
         self.cold = self.quiet_values()
@@ -181,7 +184,7 @@ class Neighbour:
         self.keep_lists("before")
 
     def attacked(self, seed):
-        """The attack itself, and what is left of it."""
+        """The attack, and the state of the daemon after it."""
         served = {name: self.requests(name) for name in ("vm0", *DISKS, *NICS)}
         done = self.attack(f"attack-{seed}", seed, self.seconds)
         self.rig.say(" ".join(f"{what}={count}" for what, count in sorted(done.items())))

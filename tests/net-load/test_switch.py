@@ -1,6 +1,7 @@
-"""Guests joined by a switch: frames arrive whole, once and in order, with rings of each kind, while queues move.
+"""Tests a switch under load: frames arrive whole, once and in order, while queues move.
 
-A guest that takes nothing, or is gone, does not delay others.
+The guests have rings of each kind. A guest that takes no frames, or has ended, does not delay
+others.
 """
 
 import json

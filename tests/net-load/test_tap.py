@@ -1,4 +1,4 @@
-"""Frames through a tap and vhost-user-net, by `vshunt-bench net` at both ends."""
+"""Tests frames through a tap and vhost-user-net, with `vshunt-bench net` at both ends."""
 
 import json
 import random

@@ -1,5 +1,7 @@
-"""A guest whose front end leaves the control queue to the daemon: pairs that are put into use and out of use under traffic, offloads
-that are switched, wrong commands; meanwhile workers change, and the daemon is killed.
+"""Tests a guest whose front end leaves the control queue to the daemon.
+
+Pairs are enabled and disabled under traffic, offloads are switched, and wrong commands are sent.
+Meanwhile workers change, and the daemon is killed.
 """
 
 import random
@@ -53,7 +55,10 @@ class Load(t.Load):
 @pytest.mark.usefixtures("net_guest")
 @pytest.mark.parametrize("kind", KINDS)
 def test_pairs_come_and_go_under_traffic(rig, kind):
-    """Queues move meanwhile, the control queue too. What is lost is counted."""
+    """Pairs are enabled and disabled while queues move, the control queue too.
+
+    Lost frames are counted.
+    """
     with t.daemon(rig, f"pairs-{kind}") as daemon:
         load = Load(rig, daemon, f"control-{kind}", "control", *KINDS[kind])
         chance = random.Random(t.SEED)

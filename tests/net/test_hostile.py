@@ -1,4 +1,8 @@
-"""Guests that send wrong frames and rings: a counted drop, or a broken ring with its reason in the log. The other pair continues."""
+"""Tests guests that send wrong frames and rings.
+
+A wrong frame is dropped and counted. A wrong ring breaks, and the log has the reason. The other
+pair continues.
+"""
 
 import struct
 
@@ -33,7 +37,10 @@ class Hostile:
         f.check(got, self.number, FRAME, f.HOST_MAC, f.GUEST_MAC)
 
     def dropped(self, why, attack, count=1):
-        """What `attack(nic)` sends on pair 0 is dropped for this reason, and both pairs continue."""
+        """Frames that `attack(nic)` sends on pair 0 are dropped for this reason.
+
+        Both pairs continue.
+        """
         nic, host = self.nic()
         with nic:
             before = self.daemon.counters()[0]["drops"][why]

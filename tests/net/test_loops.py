@@ -1,4 +1,4 @@
-"""Uplinks of a switch: VLANs, and loops in the network behind them."""
+"""Tests uplinks of a switch: VLANs, and loops in the network behind them."""
 
 
 import net_frames as f
@@ -11,7 +11,7 @@ PROBES = bytes.fromhex("037673686c70")
 
 
 def settled(net, host, nic):
-    """What the host sent before is through."""
+    """Waits until all earlier frames of the host have passed."""
     frame = f.frame(net.mark(), 200, A, C)
     host.send(tag(frame, 5))
     r.require(got(nic, "the host's frame") == frame, "another frame came")

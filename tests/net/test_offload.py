@@ -1,7 +1,9 @@
-"""Segmentation and checksums: super frames from and to the guest, whole where both sides take them, else cut with right sums.
+"""Tests segmentation and checksums: super frames from and to the guest.
 
-From the guest they go over a bridge to a link without offloads, where the kernel has to cut and to sum. The frames that leave its
-far end are checked. To the guest they come from a packet socket with a virtio-net header, as a network stack sends them.
+They stay whole if both sides accept them. Otherwise they are segmented, with correct checksums.
+From the guest they pass a bridge to a link without offloads, where the kernel has to segment them
+and compute checksums. The frames that leave its far end are checked. To the guest they come from
+a packet socket with a virtio-net header, as a network stack sends them.
 """
 
 import struct
@@ -49,7 +51,7 @@ def test_bridge_to_a_link_without_offloads(bridge):
 
 
 def uso(daemon, kind):
-    """Leaves the test out where the kernel's taps lack UDP segmentation."""
+    """Leaves the test out if the kernel's taps lack UDP segmentation."""
     if kind.udp:
         with p.Peer(daemon.socket) as peer:
             peer.handshake()

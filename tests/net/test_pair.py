@@ -1,5 +1,8 @@
-"""Two real guests joined by a switch: ping, and iperf3 both ways with offloads, while queues are moved and vshunt is killed. Metrics
-and `status` agree."""
+"""Tests two real guests joined by a switch.
+
+They run ping, and iperf3 in both directions with offloads, while queues move and vshunt is
+killed. Metrics and `status` agree.
+"""
 
 import random
 import re

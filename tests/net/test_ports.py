@@ -1,7 +1,8 @@
-"""Ports of a switch that do not trust each other: the addresses that leave them, VLANs, lengths, and frames that change while they wait.
+"""Tests ports of a switch that do not trust each other.
 
-NICs are in Python (net_peer), so that a test chooses each byte. That a frame does not come is seen by the next one that does:
-frames of one sender keep their order.
+The cases are source addresses, VLANs, lengths, and frames that change while they wait. NICs are
+in Python (net_peer), so that a test chooses each byte. A test sees that a frame was dropped when
+the next frame of the same sender arrives, because frames of one sender keep their order.
 """
 
 import json
@@ -39,7 +40,7 @@ def test_only_its_own_address_leaves_an_export(rig):
 
 
 def test_a_guest_with_many_addresses(rig):
-    """It pushes out addresses of its own only."""
+    """A guest with many addresses replaces only its own entries of the MAC table."""
     with Net(rig, "stations", "", "mac-limit=4", "") as net:
         a, b, cc = net.all_nics()
         cc.transmit(f.frame(1, 100, C, C))

@@ -1,4 +1,7 @@
-"""Each shape of a network device: pairs, kinds of rings, workers. net_guest runs all of its cases on each."""
+"""Tests each shape of a network device: number of pairs, kind of ring, workers.
+
+net_guest runs all of its cases on each shape.
+"""
 
 import os
 

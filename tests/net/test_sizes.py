@@ -1,6 +1,7 @@
-"""Frames of all sizes through buffers of all kinds: in place, spilled, staged, waiting for buffers. None is lost or changed.
+"""Tests frames of all sizes through buffers of all kinds: no frame is lost or changed.
 
-A burst consists of the frames that the tap receives while the daemon is stopped (SIGSTOP), so that they come as one batch.
+The kinds are: in place, spilled, staged, and waiting for buffers. A burst consists of the frames
+that the tap receives while the daemon is stopped (SIGSTOP), so that they come as one batch.
 """
 
 import random

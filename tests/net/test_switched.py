@@ -1,5 +1,8 @@
-"""A switch between two NICs in Python, so that the test chooses each header and buffer: what one guest declares about its frames
-and what another is told; wrong headers; guests with few buffers or none; requests of a front end."""
+"""Tests a switch between two NICs in Python, so that the test chooses each header and buffer.
+
+The cases are the header that one guest sends and the one that the other receives, wrong headers,
+guests with few buffers or none, and requests of a front end.
+"""
 
 import struct
 import time
@@ -215,7 +218,7 @@ def test_requests_of_a_front_end(two):
 
 
 def test_a_front_end_that_leaves_holds_nothing(two):
-    """Its in-flight region, where the device records what the guest set, is unmapped."""
+    """The in-flight region of a front end that disconnects is unmapped."""
 
     def mapped():
         return Path(f"/proc/{two.child.pid}/maps").read_text().count("memfd:vshunt-inflight")

@@ -1,4 +1,7 @@
-"""DPDK's testpmd as front end: a driver of another project, which polls, without notifications and huge pages."""
+"""Tests DPDK's testpmd as front end: an independent driver that polls.
+
+It uses no notifications and no huge pages.
+"""
 
 import random
 import re

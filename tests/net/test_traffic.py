@@ -1,4 +1,4 @@
-"""Frames both ways while queues are moved between workers, pairs are switched, and the daemon is killed."""
+"""Tests frames in both directions while queues move, pairs change and the daemon is killed."""
 
 import random
 import time
@@ -39,7 +39,7 @@ def test_moves_of_queues(rig, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pairs_are_switched(rig, kind):
-    """Pairs are switched off and on: what is lost is counted."""
+    """Pairs are switched off and on, and lost frames are counted."""
     with t.daemon(rig, f"switched-{kind}") as daemon:
         load = t.Load(rig, daemon, f"switched-{kind}", *KINDS[kind])
         chance = random.Random(t.SEED)

@@ -1,6 +1,8 @@
-"""A tap as a port of a switch: frames between guests and the host, and two networks of the host that only the switch joins.
+"""Tests a tap as a port of a switch.
 
-The network stacks of the host check each byte while queues move, uplinks are removed and added, and the daemon is killed.
+Frames pass between guests and the host, and between two networks of the host that only the switch
+joins. The network stacks of the host check each byte while queues move, uplinks are removed and
+added, and the daemon is killed.
 """
 
 import os
@@ -135,7 +137,10 @@ def up(rig):
 
 
 def learnt(up):
-    """The guest's first frame tells where it is: it gets the frames for it, and not those for others."""
+    """The switch learns the port of a guest from its first frame.
+
+    The guest then gets only its own frames.
+    """
     host = f.Host("vs0")
     with c.Nic(up.socket, c.MRG_RXBUF) as nic:
         nic.fill(16, 2048)

@@ -1,4 +1,7 @@
-"""A real guest: iperf3 both ways with the host while pairs come and go, queues are moved, and vshunt is killed."""
+"""Tests a real guest: iperf3 in both directions with the host.
+
+Meanwhile pairs are enabled and disabled, queues move, and vshunt is killed.
+"""
 
 import random
 import time

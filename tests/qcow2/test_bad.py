@@ -1,4 +1,4 @@
-"""qcow2 images that are bad or hostile: refused by name, in time."""
+"""Tests bad and hostile qcow2 images: each is refused in time, with the reason."""
 
 import errno
 import json
@@ -9,7 +9,7 @@ from qcow2_disks import MIB, Disk, checked, create, mounts, qemu_img
 
 
 def test_bad_images(rig):
-    """Images that are not for us are refused, with the reason and what to do."""
+    """Images that vshunt cannot serve are refused, with the reason and the remedy."""
     cases = []
     cases.append((rig.image("raw.img", MIB), "not a qcow2 image"))
     for method in (1, 2):
@@ -48,7 +48,7 @@ def test_bad_images(rig):
 
 
 def unsaid(rig):
-    """A qcow2 image is raw only for who says so; by its own format for who says that."""
+    """A qcow2 image is served as raw only with format=raw, and as qcow2 only with format=qcow2."""
     path = create(rig.dir / "unsaid.qcow2", "", 8)
     os.truncate(path, 256 << 10)
     disk = f"name=d0,file={path}"

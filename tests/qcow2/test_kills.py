@@ -1,7 +1,4 @@
-"""What is found of a qcow2 disk whose daemon was killed: its journal, its counts, its bitmaps, and who says so.
-
-Called by tests/qcow2.
-"""
+"""Tests the state of a qcow2 disk whose daemon was killed: journal, counts, bitmaps, messages."""
 
 import contextlib
 import ctypes
@@ -96,7 +93,10 @@ def create(path, options=""):
 
 
 def test_rolled_back_under_its_journal(rig):
-    """An image that is restored in place under its journal has what was flushed then, and not the journal's changes."""
+    """An image that is restored in place under its journal has the data that was flushed then.
+
+    The journal's changes are ignored.
+    """
     path, copy = create(rig.dir / "rolled.qcow2"), rig.dir / "rolled.copy"
     disk = Killed(rig, path, "rolled")
     disk.write(0, b"a" * (8 * MIB), flush=True)
@@ -176,7 +176,7 @@ def test_rolled_back(rig, seed, more):
 
 
 def map_journal(path, *options):
-    """What `image info` says of the journal of an image; None: nothing."""
+    """The journal of an image, as `image info` shows it, or None."""
     return json.loads(image("info", *options, "--output=json", path).stdout).get("map-journal")
 
 
@@ -241,7 +241,10 @@ def test_looked_at_after_a_kill(rig, options):
     ("writethrough", "", ",cache=writethrough"),
 ), ids=("v2", "v2-writethrough", "writethrough"))
 def test_no_leaks_after_a_kill(rig, name, options, keys):
-    """What leaked by a kill is given back when the image is opened again, where there is no journal, too."""
+    """Clusters that a kill leaked are freed when the image is opened again.
+
+    There may be no journal.
+    """
     path = create(rig.dir / f"leaks-{name}.qcow2", options)
     disk = Killed(rig, path, f"leaks-{name}", keys)
     disk.write(0, b"a" * (4 * MIB), flush=True)

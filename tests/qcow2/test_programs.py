@@ -1,4 +1,4 @@
-"""qcow2 disks beside QEMU: images of either are the other's, after random programs of writes, too."""
+"""Tests that vshunt and QEMU read each other's qcow2 images, also after random writes."""
 
 import errno
 import json
@@ -60,7 +60,7 @@ def holes_agree(file, runs, sparse):
 
 
 def snapshots(rig, name, options, seed):
-    """An image with internal snapshots is written, and they stay what they are."""
+    """Writes to an image with internal snapshots do not change the snapshots."""
     mounts()
     path = create(rig.dir / f"snap-{file_name(name)}", options, 32)
     contents = []

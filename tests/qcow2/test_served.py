@@ -1,4 +1,4 @@
-"""qcow2 disks that are served: under load, after kill -9, with bitmaps, locks, and by QMP."""
+"""Tests served qcow2 disks: under load, after kill -9, with bitmaps, locks, and over QMP."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ def under_load(rig, name, options, size, seconds):
 
 
 def test_kill_9(rig, seed, rounds=6):
-    """kill -9 under load: what was synced is there, and nothing is corrupt."""
+    """After kill -9 under load, synced data is there, and nothing is corrupt."""
     mounts()
     rng = random.Random(seed)
     path = create(rig.dir / "killed.qcow2", "cluster_size=4k", 64)
@@ -66,7 +66,7 @@ def test_kill_9(rig, seed, rounds=6):
 
 
 def dirty_ranges(rig, path, bitmap):
-    """What a bitmap says was written, as QEMU reads it."""
+    """The ranges that a bitmap marks as written, as QEMU reads them."""
     socket = rig.dir / "nbd.sock"
     child = r.Child(rig, "qemu-nbd", [r.tool("qemu-nbd", "qemu-utils"), "-r", "-k", socket, "-B", bitmap, "-f", "qcow2", path])
     r.wait_for("qemu-nbd", lambda: socket.exists() or not child.running())

@@ -1,4 +1,4 @@
-"""qcow2 disks and space: none is left, or discards give it back."""
+"""Tests qcow2 disks on a full file system, and discards that free space."""
 
 import os
 import random
@@ -10,7 +10,10 @@ from qcow2_disks import MIB, Disk, checked, create, falloc, file_name, mounts, s
 
 
 def test_no_space_left(rig):
-    """An image whose file system is full: errors for the writer alone, and on it goes when there is room."""
+    """On a full file system only the writer gets errors.
+
+    The disk continues when there is space again.
+    """
     mounts()
     folder = rig.dir / "small"
     folder.mkdir()
@@ -93,7 +96,7 @@ def test_no_space_left_on_ext4(rig):
 
 
 def test_discards_give_space_back(rig):
-    """What is discarded takes no space, and is used again."""
+    """Discarded data takes no space, and its space is used again."""
     mounts()
     path = create(rig.dir / "back.qcow2", "", 64)
     disk = Disk(rig, path, name="back")
@@ -125,7 +128,10 @@ def test_discards_give_space_back(rig):
 
 
 def data_file_gives_back(rig, name, options, seed):
-    """What is discarded takes no space in an external data file, and what is written there again stays."""
+    """Discarded data takes no space in an external data file.
+
+    Data that is written there again stays.
+    """
     mounts()
     rng = random.Random(seed)
     path = create(rig.dir / file_name(f"data-{name}"), options, 32)

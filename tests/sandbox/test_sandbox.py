@@ -1,7 +1,8 @@
-"""What each mode of the sandbox does with a system call that is not allowed, seen from outside.
+"""Tests each mode of the sandbox with a system call that is not allowed.
 
-No thread of the daemon makes such a call by itself. So a library that is loaded into the daemon makes one: personality(2), which only
-asks here, on each thread that accepts a connection. Those are the control threads' and the front end's.
+No thread of the daemon makes such a call by itself. So a library that is loaded into the daemon
+makes one: personality(2), which only reads here, on each thread that accepts a connection. Those
+are the threads of the control socket and of the front end.
 """
 
 import json
@@ -102,7 +103,7 @@ class Probed(r.Daemon):
         super().start()
 
     def sandbox(self):
-        """What `query-sandbox` says."""
+        """The result of `query-sandbox`."""
         return json.loads(self.cli("qmp", "query-sandbox").stdout)
 
     def serves(self):

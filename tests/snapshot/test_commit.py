@@ -1,4 +1,4 @@
-"""Overlays that are committed to the image below while the disk is in use."""
+"""Tests commits of an overlay into the image below while the disk is in use."""
 
 import json
 import os

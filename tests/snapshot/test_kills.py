@@ -1,4 +1,4 @@
-"""kill -9 at random points of a snapshot, and of a commit."""
+"""Tests kill -9 at random points of a snapshot, and of a commit."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Chains of overlays, internal snapshots and resizes under load."""
+"""Tests chains of overlays, internal snapshots and resizes under load."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Overlays as nodes of QMP, and bitmaps that stay with the disk."""
+"""Tests overlays as nodes of QMP, and bitmaps that stay with the disk."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Snapshots that are refused, and images that are refused after a snapshot."""
+"""Tests snapshots that are refused, and images that are refused after a snapshot."""
 
 import json
 import os

@@ -1,5 +1,8 @@
-"""The commands of README and the guide, as users run them: `make run`, after the build, ends well and says what it should; what the
-pages show of disks, backups and networks works as written."""
+"""Tests the commands of the README and the guide as users run them.
+
+`make run`, after the build, succeeds and shows the expected state. The commands of the pages for
+disks, backups and networks work as written.
+"""
 
 import json
 import os

@@ -1,7 +1,9 @@
-"""A guest under User-mode Linux on a vhost-user disk: a front end that is neither QEMU nor one of the known libraries.
+"""Tests a guest under User-mode Linux on a vhost-user disk.
 
-Its driver (arch/um/drivers/virtio_uml.c) always sends SET_MEM_TABLE with room for two regions, and gives a socket as the call
-descriptor of a queue.
+Its front end is an independent driver.
+
+This driver (arch/um/drivers/virtio_uml.c) always sends SET_MEM_TABLE with room for two regions,
+and gives a socket as the call descriptor of a queue.
 """
 
 import hashlib
@@ -75,7 +77,7 @@ class Guest:
     lines, said = vm.Guest.lines, vm.Guest.said
 
     def end(self):
-        """Waits for the guest's end. The test is left out where the guest does not even start."""
+        """Waits for the guest's end. The test is left out if the guest does not start."""
         code = self.child.wait(vm.BOOT_S)
         if self.said("ready") is None:
             raise r.Skipped(f"User-mode Linux does not start here: {self.child.tail(4)}")

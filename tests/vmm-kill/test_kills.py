@@ -1,8 +1,8 @@
-"""QEMU killed -9 under I/O and started again on the same vshunt: the export takes the new front end, the image is fine.
+"""Tests kill -9 of QEMU under I/O, and its restart on the same vshunt: the image is intact.
 
-The next guest finds what the one before synced. It replays the journal of its file system as after a
-power cut, runs fio with verification and is killed in turn. The last one powers off. The guests use
-split and packed virtqueues in turn.
+The export accepts the new front end. The next guest finds the data that the one before synced. It
+replays the journal of its file system as after a power failure, runs fio with verification and is
+killed in turn. The last one powers off. The guests use split and packed virtqueues in turn.
 """
 
 import random
