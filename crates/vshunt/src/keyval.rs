@@ -1,8 +1,8 @@
 //! Parser for `key=value,key=value` lists. It fills the same serde types as TOML and QMP.
 //!
 //! All lists of flags are parsed here. A comma inside a value is written `,,` (as in QEMU).
-//! Booleans are `on|off|yes|no|true|false`. Sizes take K, M, G, T, P and E (powers of 1024), also as
-//! KiB or KB.
+//! Booleans are `on|off|yes|no|true|false`. Sizes take K, M, G, T, P and E (powers of 1024), also
+//! as KiB or KB.
 
 use std::fmt;
 

@@ -69,8 +69,8 @@ pub(crate) enum Command {
     Worker(WorkerCommand),
     /// Move queues to a worker while I/O runs
     ///
-    /// Prints where the queues are now. The queues move one after the other. If one of them does not
-    /// come to rest in time, it stays, and those after it are not moved.
+    /// Prints where the queues are now. The queues move one after the other. If one of them does
+    /// not come to rest in time, it stays, and those after it are not moved.
     #[command(
         after_long_help = "Examples:\n  vshunt attach vm0:3 2\n  vshunt attach vm0:0-3 fast --timeout \
                                  500ms\n  vshunt attach vm0 0"
