@@ -79,6 +79,8 @@ impl Drop for SocketFile {
 /// # Errors
 /// Anything else is at `path`, or the socket cannot be made.
 pub fn bind(path: &Path, mode: Option<Mode>, words: &Words) -> Result<(UnixListener, SocketFile)> {
+    // Before the lock is taken: others do not wait for it that long.
+    wait_for_end(path);
     let _lock = lock_directory(path);
     remove_stale(path, words)?;
     let cannot = |e: Errno| {
@@ -140,41 +142,33 @@ fn remove_stale(path: &Path, words: &Words) -> Result<()> {
     }
 }
 
-/// Returns whether a process listens at `path`. Waits for [`DYING_WAIT`] at most. A listener whose
-/// backlog is full is live.
+/// Connects to the socket at `path`, without waiting.
+fn connect(path: &Path) -> rustix::io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
+    Ok(fd)
+}
+
+/// Waits, for [`DYING_WAIT`] at most, until the listener at `path` closes the connection.
 ///
 /// A killed process may have its listener open for a moment, and so may a child that it has forked
-/// just before. When that is closed, the connection hangs up, and the next attempt is refused. A
-/// live process may close the connection, too, but does not refuse another one.
+/// just before. When the listener is closed, a connection to it hangs up.
+fn wait_for_end(path: &Path) {
+    let Ok(fd) = connect(path) else { return };
+    let limit = Timespec::try_from(DYING_WAIT).expect("a second fits");
+    // A greeting of the other end does not count.
+    let _ = poll(&mut [PollFd::new(&fd, PollFlags::RDHUP)], Some(&limit));
+}
+
+/// Returns whether a process listens at `path`. Does not wait: a listener whose backlog is full is
+/// live.
 fn is_live(path: &Path) -> rustix::io::Result<bool> {
-    let connect = || {
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-        match rustix::net::connect(&fd, &SocketAddrUnix::new(path)?) {
-            Ok(()) => Ok(Some(fd)),
-            Err(e) => Err(e),
-        }
-    };
-    let answer = |connected: rustix::io::Result<Option<OwnedFd>>| match connected {
+    match connect(path) {
         Ok(_) | Err(Errno::AGAIN | Errno::INPROGRESS) => Ok(true),
         Err(Errno::CONNREFUSED) => Ok(false),
         Err(e) => Err(e),
-    };
-    let first = connect();
-    if let Ok(Some(fd)) = &first
-        && hangs_up(fd, DYING_WAIT)
-    {
-        return answer(connect());
     }
-    answer(first)
-}
-
-/// Waits until the other end of a connection is closed. Returns false after `limit`.
-fn hangs_up(fd: &OwnedFd, limit: Duration) -> bool {
-    let limit = Timespec::try_from(limit).expect("a second fits");
-    // A greeting of the other end does not count.
-    let mut fds = [PollFd::new(fd, PollFlags::RDHUP)];
-    poll(&mut fds, Some(&limit)).is_ok_and(|ready| ready > 0)
 }
 
 #[cfg(test)]
