@@ -14,11 +14,6 @@
 //!   batch. If it dies there, those flags would look valid once the successor publishes anything.
 //!   Recovery turns them back.
 
-#![allow(
-    clippy::multiple_unsafe_ops_per_block,
-    reason = "the accesses of a block are one step on the region, within the same bounds"
-)]
-
 use alloc::sync::Arc;
 use alloc::vec;
 use alloc::vec::Vec;
@@ -133,8 +128,8 @@ impl PackedTrack {
         let used = unsafe { track.settle(size, desc)? };
         let replays = track.list(size)?;
         let taken = replays.iter().map(|r| r.head.descs).sum();
-        // SAFETY: the caller promises the same as above, and `settle` returned a position of the
-        // ring.
+        // SAFETY: the caller promises that `desc` is the ring of `size` descriptors, and `settle`
+        // returned a position in it.
         unsafe { unuse(desc, size, used, taken) };
         Ok(Recovered { track, replays, used, taken })
     }
@@ -148,6 +143,64 @@ impl PackedTrack {
         unsafe { self.base.add(HEADER_LEN + ENTRY_LEN * index as usize) }
     }
 
+    // The fields of the state of a descriptor, by their offsets. The front end shares the region,
+    // so each access is volatile, and a shared reference suffices to write.
+
+    /// Reads a field of 16 bits. `at`: its offset in the state of descriptor `index`.
+    #[inline(always)]
+    fn get_u16(&self, index: u16, at: usize) -> u16 {
+        debug_assert!(at + 2 <= ENTRY_LEN);
+        // SAFETY: inside of the region: see `entry`, and the field lies in it.
+        unsafe { raw::get_u16(self.entry(index).wrapping_add(at)) }
+    }
+
+    /// Reads a field of 32 bits.
+    #[inline(always)]
+    fn get_u32(&self, index: u16, at: usize) -> u32 {
+        debug_assert!(at + 4 <= ENTRY_LEN);
+        // SAFETY: inside of the region: see `entry`, and the field lies in it.
+        unsafe { raw::get_u32(self.entry(index).wrapping_add(at)) }
+    }
+
+    /// Reads a field of 64 bits.
+    #[inline(always)]
+    fn get_u64(&self, index: u16, at: usize) -> u64 {
+        debug_assert!(at + 8 <= ENTRY_LEN);
+        // SAFETY: inside of the region: see `entry`, and the field lies in it.
+        unsafe { raw::get_u64(self.entry(index).wrapping_add(at)) }
+    }
+
+    /// Writes a field of 16 bits.
+    #[inline(always)]
+    fn put_u16(&self, index: u16, at: usize, value: u16) {
+        debug_assert!(at + 2 <= ENTRY_LEN);
+        // SAFETY: inside of the region: see `entry`, and the field lies in it.
+        unsafe { raw::put_u16(self.entry(index).wrapping_add(at), value) };
+    }
+
+    /// Writes a field of 32 bits.
+    #[inline(always)]
+    fn put_u32(&self, index: u16, at: usize, value: u32) {
+        debug_assert!(at + 4 <= ENTRY_LEN);
+        // SAFETY: inside of the region: see `entry`, and the field lies in it.
+        unsafe { raw::put_u32(self.entry(index).wrapping_add(at), value) };
+    }
+
+    /// Writes a field of 64 bits.
+    #[inline(always)]
+    fn put_u64(&self, index: u16, at: usize, value: u64) {
+        debug_assert!(at + 8 <= ENTRY_LEN);
+        // SAFETY: inside of the region: see `entry`, and the field lies in it.
+        unsafe { raw::put_u64(self.entry(index).wrapping_add(at), value) };
+    }
+
+    /// Writes whether the request of a descriptor is in flight.
+    #[inline(always)]
+    fn put_in_flight(&self, index: u16, value: u8) {
+        // SAFETY: inside of the region: see `entry`.
+        unsafe { raw::put_u8(self.entry(index).wrapping_add(INFLIGHT_AT), value) };
+    }
+
     /// Stores the heads of both free lists, with the constants beside them.
     #[inline]
     fn store_lists(&mut self, old_free_head: u16) {
@@ -155,7 +208,7 @@ impl PackedTrack {
         let fields = [VERSION, self.queue_size, self.free_head, old_free_head];
         let word = fields.iter().rev().fold(0, |word, &field| word << 16 | u64::from(field));
         // SAFETY: inside of the region and aligned to 8, as `Inflight::new` checked.
-        unsafe { raw::store_u64(self.base.add(LISTS_AT), word, Ordering::Release) };
+        unsafe { raw::store_u64(self.base.wrapping_add(LISTS_AT), word, Ordering::Release) };
     }
 
     /// Stores both used positions.
@@ -166,25 +219,18 @@ impl PackedTrack {
             | u64::from(used.wrap) << 32
             | u64::from(old.wrap) << 40;
         // SAFETY: inside of the region and aligned to 8, as `Inflight::new` checked.
-        unsafe { raw::store_u64(self.base.add(POSITIONS_AT), word, Ordering::Release) };
+        unsafe { raw::store_u64(self.base.wrapping_add(POSITIONS_AT), word, Ordering::Release) };
     }
 
     /// Writes an empty region. The word with the version comes last and makes the region valid.
     fn format(&mut self) {
         for index in 0..self.queue_size {
-            let entry = self.entry(index);
-            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-            unsafe {
-                for word in (0..ENTRY_LEN).step_by(8) {
-                    raw::put_u64(entry.add(word), 0);
-                }
-                raw::put_u16(entry.add(NEXT_AT), index + 1);
-            }
+            (0..ENTRY_LEN).step_by(8).for_each(|at| self.put_u64(index, at, 0));
+            self.put_u16(index, NEXT_AT, index + 1);
         }
-        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-        unsafe {
-            raw::put_u64(self.base, 0);
-            raw::put_u64(self.base.add(24), 0);
+        for at in [0, 24] {
+            // SAFETY: inside of the header, whose length and alignment `Inflight::new` checked.
+            unsafe { raw::put_u64(self.base.wrapping_add(at), 0) };
         }
         self.store_positions(self.used, self.used);
         self.store_lists(0);
@@ -196,9 +242,10 @@ impl PackedTrack {
     /// # Safety
     /// That of [`recover`](Self::recover).
     unsafe fn settle(&mut self, size: u16, desc: *mut u8) -> Result<Pos, InflightError> {
-        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-        let (lists, positions) =
-            unsafe { (raw::get_u64(self.base.add(LISTS_AT)), raw::get_u64(self.base.add(POSITIONS_AT))) };
+        let [lists, positions] = [LISTS_AT, POSITIONS_AT].map(|at| {
+            // SAFETY: inside of the header, whose length and alignment `Inflight::new` checked.
+            unsafe { raw::get_u64(self.base.wrapping_add(at)) }
+        });
         let (free_head, old_free_head) = (low_u16(lists >> 32), low_u16(lists >> 48));
         let mut used = Pos { slot: low_u16(positions), wrap: low_u8(positions >> 32) != 0 };
         let old = Pos { slot: low_u16(positions >> 16), wrap: low_u8(positions >> 40) != 0 };
@@ -208,7 +255,8 @@ impl PackedTrack {
         self.free_head = free_head;
         // The batch was completed if the slot was used in its lap, or even made available again
         // since.
-        // SAFETY: the slot is below the size; the caller upholds this function's contract.
+        // SAFETY: the caller promises that `desc` is the ring of `size` slots, mapped and aligned.
+        // The slot is below the size.
         let through =
             used != old && unsafe { slot_flags(desc, old) & DESC_F_USED == old.used_flags() & DESC_F_USED };
         if !through {
@@ -226,9 +274,7 @@ impl PackedTrack {
         let n = self.queue_size;
         let mut seen = vec![false; n as usize];
         for index in 0..n {
-            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-            let next = unsafe { raw::get_u16(self.entry(index).add(NEXT_AT)) };
-            self.next.set(index, next);
+            self.next.set(index, self.get_u16(index, NEXT_AT));
         }
         self.free_count = 0;
         let mut index = self.free_head;
@@ -236,19 +282,15 @@ impl PackedTrack {
             if core::mem::replace(seen, true) {
                 return Err(InflightError::Damaged("the free list loops"));
             }
-            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-            unsafe { raw::put_u8(self.entry(index).add(INFLIGHT_AT), 0) };
+            self.put_in_flight(index, 0);
             self.free_count += 1;
             index = self.next.get(index);
         }
         let (mut found, mut taken) = (Vec::new(), 0u16);
         for entry in 0..n {
-            let at = self.entry(entry);
-            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-            let (inflight, counter, num) = unsafe {
-                let inflight = at.add(INFLIGHT_AT).read_volatile();
-                (inflight, raw::get_u64(at.add(COUNTER_AT)), raw::get_u16(at.add(NUM_AT)))
-            };
+            // SAFETY: inside of the region: see `entry`.
+            let inflight = unsafe { self.entry(entry).wrapping_add(INFLIGHT_AT).read_volatile() };
+            let (counter, num) = (self.get_u64(entry, COUNTER_AT), self.get_u16(entry, NUM_AT));
             if inflight != 1 {
                 continue;
             }
@@ -266,8 +308,7 @@ impl PackedTrack {
             }
             self.last.set(entry, last);
             self.num.set(entry, num);
-            // SAFETY: inside of the region; `last` was checked on the way.
-            let id = unsafe { raw::get_u16(self.entry(last).add(ID_AT)) };
+            let id = self.get_u16(last, ID_AT);
             self.entry_of_id.set(id, entry + 1);
             found.push((counter, Replay { head: Head { id, descs: num }, entry }));
         }
@@ -299,25 +340,18 @@ impl PackedTrack {
         let entry = self.free_head;
         let (mut last, mut free) = (entry, entry);
         for d in &self.noted {
+            // `next` has the size of the queue, so `free` is below it.
             let Some(next) = self.next.find(free) else { return Err(Broken::Inflight { entry: free }) };
-            let at = self.entry(free);
-            // SAFETY: inside the region: `next` has the queue's size, so `free` is below it.
-            unsafe {
-                raw::put_u16(at.add(ID_AT), d.mid());
-                raw::put_u16(at.add(FLAGS_AT), d.top());
-                raw::put_u32(at.add(LEN_AT), d.len());
-                raw::put_u64(at.add(ADDR_AT), d.addr);
-            }
+            self.put_u16(free, ID_AT, d.mid());
+            self.put_u16(free, FLAGS_AT, d.top());
+            self.put_u32(free, LEN_AT, d.len());
+            self.put_u64(free, ADDR_AT, d.addr);
             (last, free) = (free, next);
         }
-        let at = self.entry(entry);
-        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-        unsafe {
-            raw::put_u16(at.add(LAST_AT), last);
-            raw::put_u16(at.add(NUM_AT), num);
-            raw::put_u64(at.add(COUNTER_AT), self.counter);
-            raw::put_u8(at.add(INFLIGHT_AT), 1);
-        }
+        self.put_u16(entry, LAST_AT, last);
+        self.put_u16(entry, NUM_AT, num);
+        self.put_u64(entry, COUNTER_AT, self.counter);
+        self.put_in_flight(entry, 1);
         self.counter = self.counter.wrapping_add(1);
         self.last.set(entry, last);
         self.num.set(entry, num);
@@ -335,14 +369,12 @@ impl PackedTrack {
         let Some(entry) = self.entry_of_id.take(id).checked_sub(1) else { return };
         let last = self.last.get(entry);
         self.next.set(last, self.free_head);
-        // SAFETY: inside of the region: both are entries of a request that was taken.
-        unsafe { raw::put_u16(self.entry(last).add(NEXT_AT), self.free_head) };
+        self.put_u16(last, NEXT_AT, self.free_head);
         self.free_head = entry;
         self.free_count += self.num.get(entry);
         // From here on it is free, and recovery would clear its mark.
         self.store_lists(entry);
-        // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-        unsafe { raw::put_u8(self.entry(entry).add(INFLIGHT_AT), 0) };
+        self.put_in_flight(entry, 0);
     }
 
     /// Records that a request is part of the next batch.
@@ -359,8 +391,7 @@ impl PackedTrack {
         for &entry in &self.staged {
             let last = self.last.get(entry);
             self.next.set(last, self.free_head);
-            // SAFETY: inside of the region: both are entries of a request that was taken.
-            unsafe { raw::put_u16(self.entry(last).add(NEXT_AT), self.free_head) };
+            self.put_u16(last, NEXT_AT, self.free_head);
             self.free_head = entry;
             self.free_count += self.num.get(entry);
         }
@@ -371,8 +402,7 @@ impl PackedTrack {
     /// Records that the batch is complete.
     pub(crate) fn after_publish(&mut self, used: Pos) {
         for &entry in &self.staged {
-            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-            unsafe { raw::put_u8(self.entry(entry).add(INFLIGHT_AT), 0) };
+            self.put_in_flight(entry, 0);
         }
         self.staged.clear();
         self.used = used;
@@ -388,14 +418,10 @@ impl PackedTrack {
             if index >= self.queue_size {
                 return Err(broken);
             }
-            let at = self.entry(index);
-            // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
-            f(unsafe {
-                let id_flags = u64::from(raw::get_u32(at.add(ID_AT)));
-                RawDesc {
-                    addr: raw::get_u64(at.add(ADDR_AT)),
-                    word: u64::from(raw::get_u32(at.add(LEN_AT))) | id_flags << 32,
-                }
+            let id_flags = u64::from(self.get_u32(index, ID_AT));
+            f(RawDesc {
+                addr: self.get_u64(index, ADDR_AT),
+                word: u64::from(self.get_u32(index, LEN_AT)) | id_flags << 32,
             });
             index = self.next.get(index);
         }
@@ -424,12 +450,12 @@ unsafe fn unuse(desc: *mut u8, size: u16, from: Pos, count: u16) {
     for _ in 0..count {
         // SAFETY: the caller promises that the ring is mapped and aligned, and that `from` is in
         // it. `advance` keeps the slot below the size.
-        unsafe {
-            let flags = slot_flags(desc, at);
-            if flags & OWNER == at.used_flags() {
-                let flags = flags & !OWNER | at.avail_flags();
-                raw::put_u16(desc.add(at.slot as usize * DESC_LEN + 14), flags);
-            }
+        let flags = unsafe { slot_flags(desc, at) };
+        if flags & OWNER == at.used_flags() {
+            let flags = flags & !OWNER | at.avail_flags();
+            let to = desc.wrapping_add(at.slot as usize * DESC_LEN + 14);
+            // SAFETY: the caller promises the same as for the read of these flags.
+            unsafe { raw::put_u16(to, flags) };
         }
         at = at.advance(1, size);
     }
