@@ -44,7 +44,6 @@
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 
 pub mod abi;
-mod convert;
 pub mod mount;
 mod plan;
 mod queue;

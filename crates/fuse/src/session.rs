@@ -15,8 +15,8 @@ use crate::abi::{
     BackingMap, DEV_IOC_BACKING_CLOSE, DEV_IOC_BACKING_OPEN, InHeader, InitIn, InitOut, MAJOR, MINOR,
     MINOR_MIN, OutHeader, Plain, init, op,
 };
-use crate::convert::{at_most, len_u32};
 use crate::queue::TRANSFER_BYTES_MAX;
+use vshunt_types::convert::{at_most, len_u32};
 
 /// How long the INIT request may take. The kernel queues it when it mounts.
 const INIT_WAIT: Duration = Duration::from_secs(10);

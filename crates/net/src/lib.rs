@@ -52,7 +52,6 @@
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 
 pub mod control;
-mod convert;
 mod counters;
 mod frames;
 pub mod negotiated;

@@ -5,9 +5,9 @@ use virtio::features::{VIRTIO_F_VERSION_1, bit};
 use virtio::net::*;
 use vshunt_virtqueue::FrameFormat;
 
-use crate::convert::len_u32;
 use crate::frames::PAIR_RINGS;
 use vshunt_tap::{HEADER_LONG, HEADER_SHORT, Offloads, Tap};
+use vshunt_types::convert::len_u32;
 
 /// Sets the tap's headers and offloads for the features of the guest. Returns the format of frames
 /// in the guest's buffers.

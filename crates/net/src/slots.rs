@@ -4,7 +4,7 @@
 //! never chooses it. So a number out of range is a bug of this program, and the two functions panic
 //! as an index does.
 
-use crate::convert::low_u16;
+use vshunt_types::convert::low_u16;
 
 /// Returns the element of `number`.
 #[inline]

@@ -59,7 +59,6 @@
 )]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 
-mod convert;
 mod given;
 mod ifreq;
 mod links;

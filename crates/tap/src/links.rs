@@ -12,8 +12,8 @@ use vshunt_types::sync::Locked;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socket_with};
 use vshunt_types::spec::NetCounters as Counters;
 
-use crate::convert::{len_u16, len_u32};
 use crate::ifreq;
+use vshunt_types::convert::{len_u16, len_u32};
 
 // linux/netlink.h, linux/rtnetlink.h
 const HEADER_BYTES: usize = 16;

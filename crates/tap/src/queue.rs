@@ -8,8 +8,8 @@ use vshunt_types::sync::Locked;
 
 use vshunt_types::error::{Error, Result};
 
-use crate::convert::len_u16;
 use crate::ifreq;
+use vshunt_types::convert::len_u16;
 
 /// Most frames that one [`TapQueue::discard`] drops: a few times the capacity of a queue.
 const DISCARD_MAX: u64 = 10_000;

@@ -12,7 +12,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use vshunt_types::error::Error;
 pub use vshunt_types::spec::Steering;
 
-use crate::convert::{halves, len_u32, low_u16};
+use vshunt_types::convert::{halves, len_u32, low_u16};
 
 /// The type of a socket filter. The numbers are those of `<linux/bpf.h>`.
 const PROG_TYPE_SOCKET_FILTER: u32 = 1;
@@ -157,7 +157,7 @@ impl Program {
         for (from, label) in self.jumps {
             let (_, to) = self.labels.iter().find(|(l, _)| *l == label).expect("each label is set");
             if let Some(jump) = self.code.get_mut(from) {
-                jump.off = low_u16(to.wrapping_sub(from + 1)).cast_signed();
+                jump.off = low_u16(to.wrapping_sub(from + 1) as u64).cast_signed();
             }
         }
         self.code

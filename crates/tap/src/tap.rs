@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::sync::Locked;
 
-use crate::convert::len_u16;
 use crate::given::Given;
 use crate::links::{LinkKind, Links};
 use crate::netns::Netns;
@@ -15,6 +14,7 @@ use crate::open::{self, Options, Source, check_name};
 use crate::queue::{AttachOrder, FileOrigin, TapQueue};
 use crate::steering::{self, Steering};
 use crate::{Counters, HEADER_LONG, HEADER_SHORT, Offloads, QUEUES_MAX, check_mtu, ifreq};
+use vshunt_types::convert::len_u16;
 
 /// A tap interface, as long as this value exists. An interface that was made is removed with its
 /// last open file, unless it is persistent.

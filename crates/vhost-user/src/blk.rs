@@ -21,7 +21,7 @@ use vshunt_virtqueue::RingParts;
 pub use self::queue::SERIAL_MAX;
 use self::queue::{BlkQueue, BlkShared};
 use super::{ConfigChange, Device, RingPlace};
-use crate::convert::{copy_start, low_u32};
+use vshunt_types::convert::{copy_start, low_u32};
 
 /// Data segments of one request: the usual descriptor table of 128, without header and status.
 const SEG_MAX: u32 = 126;

@@ -15,11 +15,11 @@ use vhost::vhost_user::{
     Error, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures as Protocol,
 };
 
-use super::convert::low_u8;
 use super::memory::not_memory;
 use super::messages::{Message, invalid};
 use super::session::Session;
 use super::{Inner, channel};
+use vshunt_types::convert::low_u8;
 
 /// Bytes of the configuration space that a front end may access at most.
 const CONFIG_BYTES_MAX: u32 = 4096;

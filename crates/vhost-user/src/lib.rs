@@ -50,7 +50,6 @@
 pub mod blk;
 mod budget;
 mod channel;
-mod convert;
 mod device;
 mod dispatch;
 mod guard;

@@ -16,8 +16,8 @@ use vhost::vhost_user::message::VhostUserMemoryRegion;
 use virtio::mem::Region;
 
 use super::budget::{Budget, Share};
-use super::convert::{low_u16, low_u32, to_usize};
 use super::guard::{Watch, watch};
+use vshunt_types::convert::{low_u16, low_u32, to_usize};
 
 /// Bytes of a page. At least this much reserved address space lies on each side of a mapping.
 const PAGE: usize = 4096;

@@ -16,8 +16,8 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg, sockopt};
 use vhost::vhost_user::{Error, Result};
 
-use super::convert::{copy_start, len_u32, low_u32};
 use super::receive::{Descriptors, ROOM_MAX, Receiver, look, read};
+use vshunt_types::convert::{copy_start, len_u32, low_u32};
 
 /// Back-end message: the configuration space changed; no payload.
 const CONFIG_CHANGE_MSG: u32 = 2;

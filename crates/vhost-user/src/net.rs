@@ -30,9 +30,9 @@ use vshunt_types::spec::{DropReason, NetQueueCounters, PortInfo};
 use vshunt_virtqueue::{FrameFormat, RingParts, owner};
 
 use self::control::Control;
-use super::convert::{copy_start, count_u16, low_u8, low_u16};
 use super::memory::Notes;
 use super::{ConfigChange, Device, NetworkDevice, RingPlace};
+use vshunt_types::convert::{copy_start, len_u16, low_u8, low_u16};
 
 /// Number of the receive ring in its pair.
 const RECEIVE: u16 = 0;
@@ -141,7 +141,7 @@ impl NetDevice {
         set: Arc<QueueSet>,
         mac: Option<[u8; MAC_BYTES]>,
     ) -> io::Result<Self> {
-        let pairs = count_u16(queues.len());
+        let pairs = len_u16(queues.len());
         Self::make(name, NetBackend::Tap(tap, queues), pairs, mac).controlled(set)
     }
 
@@ -157,7 +157,7 @@ impl NetDevice {
         mac: Option<[u8; MAC_BYTES]>,
         mtu_max: Option<u32>,
     ) -> io::Result<Self> {
-        let pairs = count_u16(guard.port.queues.len());
+        let pairs = len_u16(guard.port.queues.len());
         let device = Self::make(name, NetBackend::Switch(Arc::new(guard)), pairs, mac);
         Self { mtu_max, ..device }.controlled(set)
     }

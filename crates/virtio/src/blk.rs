@@ -336,7 +336,7 @@ fn take_header(segs: &[Seg]) -> Option<(Header, &[Seg], Seg)> {
         // SAFETY: the segment has at least sixteen bytes, and its pointer is aligned to 8. The
         // chain has only segments of guest memory, which stays mapped.
         let word = unsafe { raw::get_u64(seg.ptr) };
-        // SAFETY: the same; the second half of the header.
+        // SAFETY: bytes 8 to 15 of the sixteen whose length and alignment were checked.
         let sector = unsafe { raw::get_u64(seg.ptr.wrapping_add(8)) };
         let header = Header { kind: low_u32(word), ioprio: low_u32(word >> 32), sector };
         return Some((header, rest, cut(seg, BLK_HDR_LEN)));

@@ -178,7 +178,7 @@ impl RawDesc {
     pub(crate) unsafe fn read(ptr: *const u8) -> Self {
         // SAFETY: the caller promises that 16 bytes are readable, and that `ptr` is aligned to 8.
         let addr = unsafe { raw::get_u64(ptr) };
-        // SAFETY: the same; the second half of the descriptor.
+        // SAFETY: the caller promises that all 16 bytes are readable and aligned.
         let word = unsafe { raw::get_u64(ptr.wrapping_add(8)) };
         Self { addr, word }
     }

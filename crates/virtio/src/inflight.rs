@@ -141,9 +141,9 @@ impl Inflight {
         // SAFETY: both layouts start with features, version and desc_num. Length and alignment were
         // checked, and the caller promises that the region is mapped.
         let features = unsafe { raw::get_u64(base) };
-        // SAFETY: the same; the version.
+        // SAFETY: inside of the region, whose length was checked and which the caller keeps mapped.
         let version = unsafe { raw::get_u16(base.wrapping_add(8)) };
-        // SAFETY: the same; the number of descriptors.
+        // SAFETY: inside of the region, whose length was checked and which the caller keeps mapped.
         let found = unsafe { raw::get_u16(base.wrapping_add(10)) };
         match version {
             0 => {}

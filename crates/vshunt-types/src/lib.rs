@@ -1,4 +1,5 @@
-//! The requests of users and the answers to them: plain data that all other crates share. The crate
+//! The requests of users and the answers to them: plain data that all other crates share, with the
+//! error of commands, locks and conversions of numbers. The crate
 //! does no I/O.
 //!
 //! A disk as QMP, a configuration file or a test describes it:
@@ -10,6 +11,7 @@
 //! assert!(disk.file.is_none());
 //! ```
 
+pub mod convert;
 pub mod error;
 pub mod spec;
 pub mod sync;

@@ -23,7 +23,7 @@ use vshunt_types::error::{Error, Result};
 
 use super::rmw_lock::RmwLock;
 use crate::abi::StatfsOut;
-use crate::convert::{at_most, len_usize};
+use vshunt_types::convert::{at_most, to_usize};
 
 /// Results of tasks for one queue.
 pub(super) struct CompletionQueue {
@@ -307,7 +307,7 @@ fn zero_edges(disk: &Arc<Disk>, offset: u64, len: u64, block: u64) -> io::Result
     let end = offset + len;
     let (first, last) = (offset.next_multiple_of(block), end & !(block - 1));
     let zero = |from: u64, to: u64| match from < to {
-        true => disk.merge(from, &vec![0; len_usize(to - from)], false),
+        true => disk.merge(from, &vec![0; to_usize(to - from)], false),
         false => Ok(()),
     };
     if first >= last {

@@ -16,7 +16,7 @@ use crate::abi::{
     AttrOut, BLKGETSIZE64, FallocateIn, InHeader, IoctlIn, IoctlOut, LseekIn, LseekOut, Plain, SetattrIn,
     StatxOut, TransferIn, WriteOut, fattr, op,
 };
-use crate::convert::{at_most, len_u32, len_usize};
+use vshunt_types::convert::{at_most, len_u32, to_usize};
 
 /// Requests that get no reply.
 fn is_silent(opcode: u32) -> bool {
@@ -131,7 +131,7 @@ impl<T: QueueTransport> FuseQueue<T> {
         state.io.reset(Op::Read, from, false);
         // SAFETY: the buffer has room for the longest transfer and two blocks. It belongs to the
         // slot until the reply, and is not unmapped while an operation is in flight.
-        unsafe { state.io.push(at, len_usize(to - from)) };
+        unsafe { state.io.push(at, to_usize(to - from)) };
         self.start(uring, place, slot);
     }
 

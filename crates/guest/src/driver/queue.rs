@@ -238,7 +238,7 @@ impl Queue {
         // SAFETY: the slot begins with the header, aligned to 8 (`slot_at`). The caller owns the
         // slot, and the device does not access it before the request is published.
         unsafe { host.cast::<u64>().write_volatile(u64::from(kind).to_le()) };
-        // SAFETY: the same; the second half of the header.
+        // SAFETY: bytes 8 to 15 of the header of the slot, which the caller owns.
         unsafe { host.wrapping_add(8).cast::<u64>().write_volatile(sector.to_le()) };
         // SAFETY: the status byte is inside the slot, which the caller owns as above.
         unsafe { host.wrapping_add(SLOT_STATUS).write_volatile(status::UNTOUCHED) };

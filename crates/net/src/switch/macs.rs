@@ -16,8 +16,8 @@ use std::hash::{BuildHasher, Hasher};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 use super::PORTS_MAX;
-use crate::convert::{len_u32, low_u16};
 use crate::slots::slot;
+use vshunt_types::convert::{len_u32, low_u16};
 
 /// Number of sets, a power of two, and entries of each.
 const SET_BITS: u32 = 10;

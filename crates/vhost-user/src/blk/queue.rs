@@ -23,7 +23,7 @@ use vshunt_engine::{EventFd, PollEvent, PollState};
 use vshunt_engine::{Queue, QueueStats, State, Token, Uring};
 use vshunt_virtqueue::{RingParts, VirtqueueOwner, Vring};
 
-use crate::convert::len_u32;
+use vshunt_types::convert::len_u32;
 
 /// Operations in a token: the poll of the kick descriptor, and an operation of a request.
 const OP_KICK: u8 = 1;

@@ -21,9 +21,9 @@ use vshunt_net::control::PendingCommand;
 use vshunt_net::negotiated::{self, GUEST_OFFLOADS};
 use vshunt_virtqueue::owner;
 
-use super::super::convert::count_u16;
 use super::super::memory::Notes;
 use super::{NetBackend, NetDevice};
+use vshunt_types::convert::len_u16;
 
 /// The control queue of a network device. Only the session thread changes it.
 pub(super) struct Control {
@@ -64,7 +64,7 @@ impl Control {
     /// Forgets what a former driver has set: features were negotiated.
     pub(super) fn forget(&self) {
         let mut state = self.state();
-        state.active = count_u16(state.running.len());
+        state.active = len_u16(state.running.len());
     }
 
     /// Records whether the receive ring of a pair runs. Returns whether the pair is active.

@@ -32,8 +32,8 @@ use vshunt_sandbox as sandbox;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::sync::Locked;
 
-use super::super::convert::len_u32;
 use super::{Descriptors, FDS_MAX, NAME_MAX, ROOM_MAX, Receipt, receive, stop_reading, too_many};
+use vshunt_types::convert::len_u32;
 
 /// First byte of a request: receive, and pass on the descriptors whose close never blocks.
 const RECEIVE: u8 = 0;

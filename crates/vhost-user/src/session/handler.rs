@@ -22,9 +22,9 @@ use vshunt_engine::EventFd;
 
 use super::super::ConfigChange;
 use super::super::channel::write_only;
-use super::super::convert::copy_start;
 use super::super::memory::{Mapping, Shared, is_eventfd, map_region};
 use super::{F_LOG_ALL, F_PROTOCOL, SHARE_MEMORY, Session, UserAddrs, refuse};
+use vshunt_types::convert::copy_start;
 
 /// Bytes of the dirty log at most: bits for 32 TiB of guest-physical addresses.
 const LOG_BYTES_MAX: u64 = 1 << 30;

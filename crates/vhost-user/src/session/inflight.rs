@@ -17,9 +17,9 @@ use virtio::inflight::inflight_queue_size;
 use virtio::mem;
 use virtio::ring::MAX_QUEUE_SIZE;
 
-use super::super::convert::to_usize;
 use super::super::memory::{Mapping, Notes, shared_file};
 use super::{Session, refuse};
+use vshunt_types::convert::to_usize;
 
 /// An in-flight region may be rounded up to a multiple of this, bytes.
 const INFLIGHT_ROUND_BYTES: u64 = 4096;

@@ -12,9 +12,9 @@ use virtio::ring::{DeviceRing, RingAddrs, RingFeatures, ring_sizes};
 use vshunt_engine::State;
 use vshunt_virtqueue::{RingAreas, RingStart, Tracking};
 
-use super::super::convert::count_u16;
 use super::super::memory::Mapping;
 use super::{F_LOG_ALL, F_PROTOCOL, SHARE_MEMORY, Session, UserAddrs, Vring, refuse};
+use vshunt_types::convert::len_u16;
 
 impl Session {
     /// Returns whether the front end truncated a shared file, and an access hit the missing part.
@@ -29,7 +29,7 @@ impl Session {
     /// end disconnects.
     pub(in super::super) fn stop_all(&mut self) {
         self.pause_all();
-        (0..count_u16(self.vrings.len())).for_each(|index| self.server.close(index));
+        (0..len_u16(self.vrings.len())).for_each(|index| self.server.close(index));
     }
 
     /// Pauses all rings (see [`pause`](Self::pause)). All queues are asked to drain before the

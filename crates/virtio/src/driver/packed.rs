@@ -79,7 +79,8 @@ impl PackedDriver {
                     // `DriverRing::new` promises that tables are as `Indirect` says.
                     unsafe { raw::put_u64(desc, seg.addr) };
                     let word = u64::from(seg.len) | u64::from(write) << 48;
-                    // SAFETY: the same; the second half of the descriptor.
+                    // SAFETY: bytes 8 to 15 of a descriptor of the table, whose index is below its
+                    // capacity.
                     unsafe { raw::put_u64(desc.wrapping_add(WORD), word) };
                 }
                 self.slot(table.addr, low_u32((segs.len() * DESC_LEN) as u64), id, DESC_F_INDIRECT, true);
@@ -115,15 +116,15 @@ impl PackedDriver {
         // promises that the descriptor ring stays mapped and aligned. The driver may write this
         // slot, because `free` counts it.
         unsafe { raw::put_u64(desc, addr) };
-        // SAFETY: the same; the length of the descriptor.
+        // SAFETY: inside of that slot, which stays mapped and belongs to the driver.
         unsafe { raw::put_u32(desc.wrapping_add(WORD), len) };
-        // SAFETY: the same; the id of the descriptor.
+        // SAFETY: inside of that slot, which stays mapped and belongs to the driver.
         unsafe { raw::put_u16(desc.wrapping_add(WORD + 4), id) };
         if head && self.staged == 0 {
             self.first_flags = flags;
         } else {
             // The device reads chains in order, and the first one of the batch still stops it.
-            // SAFETY: the same; the flags of the descriptor.
+            // SAFETY: inside of that slot, which stays mapped and belongs to the driver.
             unsafe { raw::put_u16(desc.wrapping_add(FLAGS), flags) };
         }
         self.avail = self.avail.advance(1, self.size);

@@ -151,7 +151,7 @@ impl SplitDriver {
             // SAFETY: the slot is below the size, so the element is in the used ring, which stays
             // mapped and aligned: the caller of `DriverRing::new` promises it.
             let id = unsafe { raw::get_u32(elem) };
-            // SAFETY: the same; the second half of the element.
+            // SAFETY: bytes 4 to 7 of an element of the used ring, which stays mapped and aligned.
             let len = unsafe { raw::get_u32(elem.wrapping_add(4)) };
             self.next_used = self.next_used.wrapping_add(1);
             let Ok(head) = u16::try_from(id) else { continue };
@@ -233,6 +233,6 @@ unsafe fn put_desc(table: *mut u8, index: u16, addr: u64, len: u32, flags: u16, 
     // SAFETY: the caller promises that the table is writable up to the end of this descriptor, and
     // aligned to 8.
     unsafe { raw::put_u64(desc, addr) };
-    // SAFETY: the same; the second half of the descriptor.
+    // SAFETY: the caller promises that the table is writable up to the end of this descriptor.
     unsafe { raw::put_u64(desc.wrapping_add(8), word) };
 }

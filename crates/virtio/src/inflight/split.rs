@@ -106,9 +106,9 @@ impl SplitTrack {
         unsafe { raw::put_u64(self.base, 0) };
         for index in 0..self.queue_size {
             let entry = self.entry(index);
-            // SAFETY: inside of the region, as above.
+            // SAFETY: inside of an entry of the region, whose length `Inflight::new` checked.
             unsafe { raw::put_u64(entry, 0) };
-            // SAFETY: the same; the second half of the entry.
+            // SAFETY: inside of an entry of the region, whose length `Inflight::new` checked.
             unsafe { raw::put_u64(entry.wrapping_add(COUNTER_AT), 0) };
         }
         self.put_header_u16(DESC_NUM_AT, self.queue_size);
@@ -140,7 +140,7 @@ impl SplitTrack {
                 let entry = self.entry(index);
                 // SAFETY: inside of the region, whose length and alignment `Inflight::new` checked.
                 let inflight = unsafe { entry.wrapping_add(INFLIGHT_AT).read_volatile() };
-                // SAFETY: the same; the second half of the entry.
+                // SAFETY: inside of an entry of the region, whose length `Inflight::new` checked.
                 let counter = unsafe { raw::get_u64(entry.wrapping_add(COUNTER_AT)) };
                 let head = Head { id: index, descs: 0 };
                 (inflight == 1).then_some((counter, Replay { head, entry: index }))

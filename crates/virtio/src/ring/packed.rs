@@ -263,14 +263,14 @@ impl PackedRing {
         // SAFETY: the slot is inside the descriptor ring, which stays mapped and aligned
         // (`DeviceRing::new`). The device owns the slots from the used to the available position.
         unsafe { raw::put_u32(slot.wrapping_add(WORD), written) };
-        // SAFETY: the same; the id of the descriptor.
+        // SAFETY: inside of that slot, which stays mapped and belongs to the device.
         unsafe { raw::put_u16(slot.wrapping_add(WORD + 4), head.id) };
         if self.staged == 0 {
             self.first_flags = flags;
         } else {
             // The driver reads used descriptors in order, and the first one of the batch still
             // stops it.
-            // SAFETY: the same; the flags of the descriptor.
+            // SAFETY: inside of that slot, which stays mapped and belongs to the device.
             unsafe { raw::put_u16(slot.wrapping_add(FLAGS), flags) };
         }
         // `pop` returns no chain with zero or too many slots.

@@ -164,7 +164,7 @@ impl SplitRing {
         // `DeviceRing::new` promises that it stays mapped and that only this ring writes it; its
         // alignment was checked there.
         unsafe { raw::put_u32(elem, u32::from(head.id)) };
-        // SAFETY: the same; the second half of the element.
+        // SAFETY: bytes 4 to 7 of an element of the used ring, which stays mapped and aligned.
         unsafe { raw::put_u32(elem.wrapping_add(4), written) };
         self.next_used = self.next_used.wrapping_add(1);
         if let Some(track) = &mut self.inflight {

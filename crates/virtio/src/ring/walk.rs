@@ -165,7 +165,8 @@ impl<'a> Fast<'a> {
         // SAFETY: `Self::table` returned a table of `count` descriptors, of which there is at least
         // one, aligned to 8.
         let first = unsafe { RawDesc::read(table) };
-        // SAFETY: the same table.
+        // SAFETY: `Self::table` returned a table of `count` descriptors, and `first` is its first
+        // one.
         unsafe { self.split_list(table, count, first)? };
         Some(1)
     }

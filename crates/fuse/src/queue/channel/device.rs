@@ -7,7 +7,7 @@ use std::sync::Arc;
 use libc::iovec;
 
 use crate::abi::{InHeader, OutHeader, Plain};
-use crate::convert::len_u32;
+use vshunt_types::convert::len_u32;
 
 /// Bytes of a request's arguments that are read together with its header. The arguments of a write
 /// are that long, so that its data begins at the start of the buffer, on a page.

@@ -31,7 +31,7 @@ use super::super::per_slot::PerSlot;
 use super::super::transport::OP_TRANSPORT;
 use super::RingQueue;
 use crate::abi::{ARGS_MAX, InHeader, OutHeader, Plain, RingCommand, RingHeader, RingInOut, ring};
-use crate::convert::len_u32;
+use vshunt_types::convert::len_u32;
 
 /// Where `addr` and `len` are in a submission entry (io_uring_enter(2)). The builder of the crate
 /// `io_uring` for commands of 80 bytes cannot set the length.
@@ -250,7 +250,7 @@ impl Entries {
             // SAFETY: an Entry128 is the kernel's structure of 128 bytes, aligned to 8 (the crate
             // asserts its size), so that its field of 8 bytes at offset 16 is inside and aligned.
             unsafe { sqe.wrapping_add(SQE_ADDR).cast::<u64>().write(vectors) };
-            // SAFETY: the same structure; its field of 4 bytes at offset 24 is inside and aligned.
+            // SAFETY: the field of 4 bytes at offset 24 of that Entry128 is inside and aligned.
             unsafe { sqe.wrapping_add(SQE_LEN).cast::<u32>().write(2) };
         }
         self.set(index, EntryState::Idle);
