@@ -5,6 +5,7 @@
 
 mod common;
 
+use std::io::Read;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
@@ -436,6 +437,42 @@ fn it_takes_as_many_open_files_as_it_may_have() {
     assert!(error.contains("ulimit -n") && error.contains("LimitNOFILE="), "{error}");
     // The daemon can still be told to release something.
     daemon.ok(&["worker", "free", "1"]);
+}
+
+#[test]
+fn a_client_is_served_when_clients_have_all_descriptors() {
+    let daemon = Daemon::start(&[]);
+    let pid = daemon.child.id();
+    let descriptors = || -> Vec<u64> {
+        let list = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+        let mut list: Vec<_> =
+            list.map(|fd| fd.unwrap().file_name().to_str().unwrap().parse().unwrap()).collect();
+        list.sort_unstable();
+        list
+    };
+    // The client that saw the daemon start may still have one.
+    wait_for("the last client to leave", || {
+        let before = descriptors();
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        before == descriptors()
+    });
+    let used = descriptors();
+    // The limit is for the numbers of new ones: three are left.
+    let most = (0..).filter(|fd| !used.contains(fd)).nth(2).unwrap() + 1;
+    let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
+    // SAFETY: the call reads `limit` and writes nothing.
+    let set = unsafe { libc::prlimit(pid as i32, libc::RLIMIT_NOFILE, &limit, std::ptr::null_mut()) };
+    assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
+    // Each client has one, until there are none.
+    let clients: Vec<_> = (0..3)
+        .map(|_| {
+            let mut client = UnixStream::connect(&daemon.control).unwrap();
+            client.read_exact(&mut [0; 8]).unwrap();
+            client
+        })
+        .collect();
+    assert!(daemon.ok(&["worker", "list"]).contains("worker-0"));
+    drop(clients);
 }
 
 #[test]
