@@ -13,6 +13,9 @@ use serde::de::{self, DeserializeOwned, DeserializeSeed, IntoDeserializer, MapAc
 /// error.
 const SIZE_KEYS: [&str; 4] = ["size", "block-size", "cache-size", "cluster_size"];
 
+/// Keys whose values are paths.
+const PATH_KEYS: [&str; 4] = ["file", "socket", "mountpoint", "netns"];
+
 /// The highest CPU number in a list. It limits the memory for a list like `0-99999999` (Linux:
 /// NR_CPUS is at most 8192).
 const CPU_MAX: usize = 8191;
@@ -278,9 +281,10 @@ impl Value<'_> {
         self.text.parse().map_err(|_| KeyvalError(format!("`{}` is not a number of 0 or more", self.text)))
     }
 
-    /// Returns the text. The shell expands `~/` only at the start of a word, which a value is not.
+    /// Returns the text. In a path, `~/` is an error: the shell expands it only at the start of a
+    /// word, which a value is not.
     fn text(&self) -> Result<&str, KeyvalError> {
-        match self.text.strip_prefix("~/") {
+        match self.text.strip_prefix("~/").filter(|_| PATH_KEYS.contains(&self.key)) {
             Some(rest) => Err(KeyvalError(format!(
                 "the shell did not expand `~/`; write $HOME/{rest}, or ./~/{rest} for a folder of the name ~"
             ))),

@@ -466,7 +466,7 @@ mod tests {
         assert_eq!(parse_queues("a:b:3"), queues("a:b", Some(3..=3)));
         assert_eq!(parse_queues("vm0:0-3"), queues("vm0", Some(0..=3)));
         assert_eq!((parse_queues("vm0"), parse_queues("vm0:*")), (queues("vm0", None), queues("vm0", None)));
-        for text in ["vm0", ":1", "vm0:", "vm0:x", "vm0:70000"] {
+        for text in ["", ":1", "vm0:", "vm0:x", "vm0:-1", "vm0:65536", "vm0:3-2", "vm0:1-", ":*"] {
             assert!(parse_queues(text).is_err(), "{text}");
         }
         for (text, ms) in [("10s", 10_000), ("500ms", 500), ("2m", 120_000), ("3", 3_000)] {

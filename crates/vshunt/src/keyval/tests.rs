@@ -21,6 +21,7 @@ fn a_disk_with_everything() {
     assert_eq!(d.file.as_deref(), Some(Path::new("/a,b=c.img")));
     assert!(d.readonly && !d.locking);
     assert_eq!((d.direct, d.cache), (Direct::Off, Cache::Unsafe));
+    assert_eq!(disk("name=~/d").unwrap().name, "~/d", "only paths are refused");
     let d = disk("name=q,format=qcow2,file=q,cache-size=4M").unwrap();
     assert_eq!((d.format(), d.cache_size), (Format::Qcow2, Some(4 << 20)));
     let d = disk("name=m,format=ram,size=1.5G").unwrap();
