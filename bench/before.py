@@ -9,9 +9,11 @@ import os
 import statistics
 
 import cases
+import net
 from client import Client
 from fuse import contestants, measure, mount
 from fuse.load import Job as FuseJob
+from qcow2 import images
 
 # Pairs of each repetition, and seconds of each run.
 PAIRS, TIME_S = 7, 1
@@ -20,9 +22,15 @@ RUNS = {
     "ram": ("rr:32:1:128k", "rw:32:1:128k"),
     "tmpfs": ("rr:128:1", "rw:128:1"),
 }
+QCOW2 = ("rr:128:1", "rw:128:1", "rr:128:4")
+THIN = ("rw:32:1",)
 FUSE_NULL = ("psync:rr:1:1", "aio:rr:64:1", "aio:rr:64:4")
-JOBS = [*(job for jobs in RUNS.values() for job in jobs), *FUSE_NULL]
+NET_USER = ("out:64:1", "in:64:1", "out:1500:2")
+JOBS = [*(job for jobs in RUNS.values() for job in jobs), *QCOW2, *THIN, *FUSE_NULL, *NET_USER]
+NAMED = [f"{name}:{job}" for name, jobs in [*RUNS.items(), ("qcow2", QCOW2), ("qcow2-thin", THIN), ("fuse-null", FUSE_NULL),
+                                            ("net-user", NET_USER)] for job in jobs]
 LOSS_MAX = 0.03
+THIN_BYTES = 128 << 30
 
 
 def case(b):
@@ -37,10 +45,15 @@ def case(b):
     client = Client(b.tools, TIME_S, cases.GRACE_S, b.client_cpus)
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(cases.image(b.shm, cases.RAM_BYTES)) if b.shm else None
-        runs = [*_sockets(b, client, path), *_files(b, client)]
-        rows = [_row(b, name, job, run, (b.tools, other)) for name, job, run in runs if not b.o.jobs or str(job) in b.o.jobs]
+        runs = [*_sockets(b, client, path), *_qcow2(b, client, stack), *_files(b, client), *_net(b, stack)]
+        rows = [_row(b, name, job, run, (b.tools, other)) for name, job, run in runs if _wanted(b, name, job)]
     b.report.table(["", "I/O", "quartiles", "CPU an I/O", "quartiles", "pairs", "loss"], rows, "  ")
     b.report.data["cases"]["before"] = {"rows": rows}
+
+
+def _wanted(b, name, job):
+    """A job may be named with what it runs on (`null:rr:1:1`) or without."""
+    return not b.o.jobs or str(job) in b.o.jobs or f"{name}:{job}" in b.o.jobs
 
 
 def _row(b, name, job, run, both):
@@ -54,8 +67,9 @@ def _row(b, name, job, run, both):
             continue
         after, other = results[0], results[1]
         ios.append(after["iops"] / other["iops"])
-        cpus.append(after["cpu_us"] / other["cpu_us"])
-    if len(ios) < 2:
+        if "cpu_us" in after and "cpu_us" in other:
+            cpus.append(after["cpu_us"] / other["cpu_us"])
+    if len(ios) < 2 or len(cpus) < 2:
         return [f"{name} {job}", None, None, None, None, len(ios), "failed"]
     middle = statistics.median(ios)
     # What the pairs cannot tell from no loss is none.
@@ -85,6 +99,30 @@ def _sockets(b, client, path):
             yield name, cases.Job.parse(job, b.o.awake), run
 
 
+def _qcow2(b, client, stack):
+    """The same for images: one with every cluster written, and a fresh thin one for each run."""
+    img = images.tool(b.tools)
+    if not img or not b.shm:
+        b.report.note(f"before: qcow2: left out: {'no tmpfs with 1.5 GiB free at /dev/shm' if img else 'no qemu-img, which makes the images'}")
+        return
+    wanted = [name for name, jobs in (("qcow2", QCOW2), ("qcow2-thin", THIN)) if any(_wanted(b, name, job) for job in jobs)]
+    both = {}
+    if "qcow2" in wanted:
+        both["qcow2"] = stack.enter_context(images.written(img, b.shm, cases.RAM_BYTES)).qcow2, QCOW2
+    if "qcow2-thin" in wanted:
+        thin = images.Thin(img, b.shm, THIN_BYTES)
+        stack.enter_context(images.files(thin.template, thin.path))
+        both["qcow2-thin"] = thin.qcow2, THIN
+    for name, (image, jobs) in both.items():
+
+        def run(tools, job, image=image):
+            disk = f"file={image()},format=qcow2,direct=on"
+            return b.run("before", cases.Contestant("vshunt", lambda q: cases.vshunt(tools, disk, q)), job, client=client)
+
+        for job in jobs:
+            yield name, cases.Job.parse(job, b.o.awake), run
+
+
 def _files(b, client):
     """The same for a mount."""
     try:
@@ -104,3 +142,22 @@ def _files(b, client):
 
     for job in FUSE_NULL:
         yield "fuse-null", FuseJob.parse(job, b.o.awake), run
+
+
+def _net(b, stack):
+    """A guest's network device on a tap: frames a second, and the server's CPU time of each."""
+    short = copy.copy(b)
+    short.o = copy.copy(b.o)
+    short.o.time = TIME_S
+    try:
+        inside = stack.enter_context(net.namespace())
+    except net.Missing as e:
+        b.report.note(f"before: net-user: left out: {e}")
+        return
+
+    def run(tools, job):
+        taker = net.vshunt(tools, int(job.split(":")[2]))
+        return net.guarded(short, "before", inside, "vshunt", taker.argv, job, lambda server: net.load(short, inside, server, job, taker))
+
+    for job in NET_USER:
+        yield "net-user", job, run

@@ -67,7 +67,8 @@ def arguments():
     p.add_argument("--only", metavar="CASE", action="append", default=[],
                    help=f"{', '.join([*CASES, *EXTRA])}; fuse, qcow2, net: all that begin so; may be repeated, or a list with commas")
     p.add_argument("--jobs", metavar="JOB,JOB", type=lambda text: text.split(","),
-                   help="of null, tmpfs, ext4 and the qcow2 cases only these rows, such as rr:1:1,rw:128:4; of the fuse cases such as psync:rr:1:4")
+                   help="of null, tmpfs, ext4 and the qcow2 cases only these rows, such as rr:1:1,rw:128:4; of the fuse cases such as psync:rr:1:4; "
+                        "of before with its name, too, such as qcow2:rr:128:1")
     p.add_argument("--reps", type=int, help="repetitions, of which the median counts (3)")
     p.add_argument("--time", type=int, metavar="S", help="seconds of each run (4; fuse 2; qcow2 1)")
     p.add_argument("--json", metavar="FILE", help="every run's figures, too")
@@ -86,7 +87,7 @@ def arguments():
     o.only = [c for a in asked for c in GROUPS.get(a, [a])]
     if unknown := [c for c in o.only if c not in CASES | EXTRA]:
         p.error(f"no case {unknown[0]}; there are {', '.join([*CASES, *EXTRA, *GROUPS])}")
-    jobs = cases.READS_WRITES + fuse.JOBS + qcow2.JOBS + before.JOBS
+    jobs = cases.READS_WRITES + fuse.JOBS + qcow2.JOBS + before.JOBS + before.NAMED
     if unknown := [j for j in o.jobs or () if j not in jobs]:
         p.error(f"no job {unknown[0]}; there are {', '.join(jobs)}")
     if o.json:  # now, not after half an hour
