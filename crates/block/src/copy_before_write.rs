@@ -11,12 +11,12 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering::*};
 use std::sync::{Mutex, MutexGuard};
 
 use qcow2::Waker;
-use vshunt_engine::Uring;
+use vshunt_engine::{EventFd, Uring};
 use vshunt_types::sync::Locked;
 
 use super::bits::Bits;
@@ -89,7 +89,7 @@ pub struct CopyBeforeWrite {
     /// while the lock is held.
     ended: AtomicI32,
     /// Wakes the copy queue.
-    eventfd: OwnedFd,
+    eventfd: EventFd,
     /// Whether the copy queue sleeps.
     asleep: AtomicBool,
 }
@@ -111,7 +111,6 @@ impl CopyBeforeWrite {
     /// # Errors
     /// `OutOfMemory`, and those of the system.
     pub fn new(todo: Bits) -> std::io::Result<Self> {
-        use rustix::event::{EventfdFlags, eventfd};
         let reading = Bits::new(todo.size(), todo.granularity().trailing_zeros())
             .ok_or(std::io::ErrorKind::OutOfMemory)?;
         Ok(Self {
@@ -120,7 +119,7 @@ impl CopyBeforeWrite {
             state: Mutex::default(),
             full: AtomicUsize::new(0),
             ended: AtomicI32::new(RUNNING),
-            eventfd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            eventfd: EventFd::make()?,
             asleep: AtomicBool::new(false),
         })
     }
@@ -337,7 +336,7 @@ impl CopyBeforeWrite {
 
     /// Returns the eventfd that wakes the copy queue while it sleeps.
     pub fn eventfd(&self) -> RawFd {
-        self.eventfd.as_raw_fd()
+        self.eventfd.fd()
     }
 
     /// Sets whether the copy queue sleeps.
@@ -348,7 +347,7 @@ impl CopyBeforeWrite {
     /// Wakes the copy queue if it sleeps.
     pub fn notify(&self) {
         if self.asleep.swap(false, SeqCst) {
-            let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
+            self.eventfd.signal();
         }
     }
 }

@@ -94,11 +94,6 @@ impl EventFd {
         rustix::io::read(&self.fd, &mut [0u8; 8]).is_ok()
     }
 
-    /// Returns the descriptor, for passing it on.
-    pub fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-
     /// Adds one to the counter, and never waits. A full counter is a notification, too.
     #[inline]
     pub fn signal(&self) {
@@ -115,6 +110,13 @@ impl EventFd {
                 let _ = rustix::net::send(&self.fd, &1u64.to_ne_bytes(), flags);
             }
         }
+    }
+}
+
+/// The descriptor, for passing it on and for waiting on it.
+impl AsFd for EventFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
     }
 }
 

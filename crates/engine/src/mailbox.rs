@@ -5,13 +5,13 @@
 //! worker without a limit. A request that can be withdrawn is a [`Ticket`].
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use vshunt_types::sync::Locked;
 
 use super::WorkerId;
+use super::eventfd::EventFd;
 use super::queue::{Queue, QueueStats};
 use super::ticket::Ticket;
 
@@ -64,7 +64,7 @@ pub(super) struct Shared {
     /// lock is held for a read or a change.
     asked: Mutex<Option<(u64, Instant)>>,
     /// Wakes a sleeping worker.
-    pub(super) eventfd: OwnedFd,
+    pub(super) eventfd: EventFd,
     /// Polling limit in µs. Control sets it at any time.
     pub(super) poll_us: AtomicU32,
     /// Only the worker writes these.
@@ -83,10 +83,7 @@ impl Shared {
             has_messages: AtomicBool::new(false),
             reads: AtomicU64::new(0),
             asked: Mutex::new(None),
-            eventfd: rustix::event::eventfd(
-                0,
-                rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK,
-            )?,
+            eventfd: EventFd::make()?,
             poll_us: AtomicU32::new(poll_us),
             sleeps: AtomicU64::new(0),
             requests: AtomicU64::new(0),
@@ -102,8 +99,7 @@ impl Shared {
 
     fn wake(&self) {
         self.has_messages.store(true, Ordering::Release);
-        // Cannot fail: the counter would have to reach 2^64 - 1.
-        let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
+        self.eventfd.signal();
     }
 
     /// Asks the worker to read its messages, even if there are none. Does nothing if an earlier

@@ -7,7 +7,6 @@
 //! adapts to the load, then asks all peers to kick and sleeps in the io_uring.
 
 use std::io;
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -84,7 +83,7 @@ pub(super) struct Worker {
 impl Worker {
     pub(super) fn new(shared: Arc<Shared>) -> io::Result<Self> {
         let mut uring = Uring::new()?;
-        uring.poll(shared.eventfd.as_raw_fd(), Self::mailbox_token());
+        uring.poll(shared.eventfd.fd(), Self::mailbox_token());
         Ok(Self {
             uring,
             shared,
@@ -213,7 +212,7 @@ impl Worker {
                 // The flag says whether there are messages. The eventfd is never read: each signal
                 // of it is an edge.
                 if !more {
-                    self.uring.poll(self.shared.eventfd.as_raw_fd(), Self::mailbox_token());
+                    self.uring.poll(self.shared.eventfd.fd(), Self::mailbox_token());
                 }
                 continue;
             }

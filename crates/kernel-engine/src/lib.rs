@@ -36,12 +36,10 @@ mod net;
 mod rings;
 mod workers;
 
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, eventfd};
-use vshunt_engine::{Placement, QueueStats, Settings, State, WorkerId, Workers, lock_until};
+use vshunt_engine::{EventFd, Placement, QueueStats, Settings, State, WorkerId, Workers, lock_until};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::sync::Locked;
 #[cfg(doc)]
@@ -68,7 +66,7 @@ pub struct KernelQueues {
     features: u64,
     workers: Arc<Workers>,
     /// One eventfd for each ring. The kernel signals it when it finds the ring broken.
-    alarms: Vec<OwnedFd>,
+    alarms: Vec<EventFd>,
     // Used by any thread.
     slots: Vec<Mutex<RingSlot>>,
     placement: Placement,
@@ -122,8 +120,8 @@ impl KernelQueues {
         for queue in 0..queues {
             let worker = set.device.first_worker(queue);
             for ring in 0..set.device.rings_per_queue() {
-                let alarm = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-                    .map_err(|e| Error::io(format!("export {export}: no eventfd can be had"), e.into()))?;
+                let alarm = EventFd::make()
+                    .map_err(|e| Error::io(format!("export {export}: no eventfd can be had"), e))?;
                 set.alarms.push(alarm);
                 if ring == 0 {
                     set.workers.reserve_kernel(worker, export)?;

@@ -75,11 +75,11 @@ impl KernelQueues {
 
     /// Clears an alarm. Returns whether it was signalled.
     fn clear_alarm(&self, ring: u16) -> bool {
-        rustix::io::read(&self.alarms[usize::from(ring)], &mut [0u8; 8]).is_ok()
+        self.alarms[usize::from(ring)].take()
     }
 
     pub(super) fn signal_alarm(&self, ring: u16) {
-        let _ = rustix::io::write(&self.alarms[usize::from(ring)], &1u64.to_ne_bytes());
+        self.alarms[usize::from(ring)].signal();
     }
 
     /// Configures a ring that does not run.

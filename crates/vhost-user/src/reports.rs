@@ -1,11 +1,11 @@
 //! What workers report to the session thread, and what the observer knows of the connection.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Mutex;
 use std::time::Instant;
 
-use rustix::event::{EventfdFlags, eventfd};
+use vshunt_engine::EventFd;
 use vshunt_types::sync::Locked;
 
 use super::rate::Rate;
@@ -21,18 +21,17 @@ pub(super) struct Report {
 /// Reports of workers to the session thread.
 ///
 /// The session thread may log and block, and a worker may not. It also signals the error
-/// descriptors: a worker would need an io_uring ([`EventFd`](vshunt_engine::EventFd)) for each.
+/// descriptors: a worker would need an io_uring ([`EventFd::new`]) for each.
 pub(super) struct Reports {
     /// Guards the list alone; held for a push or a swap.
     list: Mutex<Vec<Report>>,
     /// Wakes the session thread, to read the list or to end.
-    eventfd: OwnedFd,
+    eventfd: EventFd,
 }
 
 impl Reports {
     pub(super) fn new() -> io::Result<Self> {
-        let eventfd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { list: Mutex::default(), eventfd })
+        Ok(Self { list: Mutex::default(), eventfd: EventFd::make()? })
     }
 
     /// Reports that a queue broke. A ring breaks at most once after each start, so the list is
@@ -44,12 +43,12 @@ impl Reports {
     }
 
     pub(super) fn wake(&self) {
-        let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
+        self.eventfd.signal();
     }
 
     /// Takes all reports, and resets the eventfd.
     pub(super) fn take(&self) -> Vec<Report> {
-        let _ = rustix::io::read(&self.eventfd, &mut [0u8; 8]);
+        self.eventfd.take();
         std::mem::take(&mut *self.list.locked())
     }
 }

@@ -7,11 +7,11 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex};
 
-use rustix::event::{EventfdFlags, eventfd};
+use vshunt_engine::EventFd;
 use vshunt_types::sync::Locked;
 
 use super::frame::Header;
@@ -98,7 +98,7 @@ pub struct PortQueue {
     /// Whether the worker has checked both lists for the last time and has to be signalled from now
     /// on.
     asleep: AtomicBool,
-    eventfd: OwnedFd,
+    eventfd: EventFd,
 }
 
 #[derive(Default)]
@@ -109,7 +109,7 @@ struct Inbox {
 
 impl AsRawFd for PortQueue {
     fn as_raw_fd(&self) -> RawFd {
-        self.eventfd.as_raw_fd()
+        self.eventfd.fd()
     }
 }
 
@@ -123,12 +123,12 @@ impl PortQueue {
             has_returns: AtomicBool::new(false),
             changed: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
-            eventfd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            eventfd: EventFd::make()?,
         }))
     }
 
     #[cfg(test)]
-    pub(super) fn eventfd(&self) -> &OwnedFd {
+    pub(super) fn eventfd(&self) -> &EventFd {
         &self.eventfd
     }
 
@@ -241,7 +241,7 @@ impl PortQueue {
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::Relaxed) && self.asleep.swap(false, Ordering::Relaxed) {
             // This cannot fail: the counter would have to reach 2^64 - 1.
-            let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
+            self.eventfd.signal();
         }
     }
 
