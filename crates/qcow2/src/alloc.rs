@@ -11,8 +11,6 @@
 //! The lock is never held during I/O. A refcount block that is not in memory is read by the request
 //! that needs it.
 
-#![allow(clippy::indexing_slicing, reason = "a refcount block that is in memory has its entry in the table")]
-
 mod pack;
 
 use std::collections::{BTreeSet, HashMap};
@@ -166,6 +164,7 @@ impl Alloc {
 
     /// Makes a refcount block for a range that has none. The block is in the range's first cluster,
     /// and counts itself.
+    #[expect(clippy::indexing_slicing, reason = "the caller chose a range that the table covers")]
     fn make_block(&mut self, index: u64) {
         let at = index * self.entries;
         let mut data = vec![0; 1 << self.cluster_bits].into_boxed_slice();
@@ -315,6 +314,7 @@ impl Alloc {
     }
 
     /// Returns copies of all dirty blocks, which count as clean from now on.
+    #[expect(clippy::indexing_slicing, reason = "a block in memory has its entry in the table")]
     pub(crate) fn take_dirty(&mut self) -> Vec<Dirty> {
         let table = &self.table;
         let dirty = self.blocks.iter_mut().filter(|(_, b)| b.dirty);
@@ -328,6 +328,10 @@ impl Alloc {
 
     /// Returns copies of the pieces of the table, `unit` bytes each, that have new entries. Offsets
     /// are those in the table.
+    #[expect(
+        clippy::indexing_slicing,
+        reason = "a dirty index is one of the table's, and is not below the start of its unit"
+    )]
     pub(crate) fn take_table(&mut self, unit: u64) -> Vec<Dirty> {
         let mut pieces: Vec<Dirty> = Vec::new();
         for index in std::mem::take(&mut self.table_dirty) {

@@ -14,11 +14,6 @@
 //! 3. The header is written.
 //! 4. The space of clusters that are free now is given back.
 
-#![allow(
-    clippy::indexing_slicing,
-    reason = "a block is loaded, and the table made long enough for it, before it is used"
-)]
-
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 
@@ -113,6 +108,7 @@ impl<'i, 's> Change<'i, 's> {
     }
 
     /// Returns a cluster's old count.
+    #[expect(clippy::indexing_slicing, reason = "the block was inserted above, if it was missing")]
     fn old_count(&mut self, cluster: u64) -> Result<u64> {
         let (number, slot) = self.split(cluster);
         let at = self.old_table.get(to_usize(number)).copied().unwrap_or(0);
@@ -130,6 +126,7 @@ impl<'i, 's> Change<'i, 's> {
     }
 
     /// Returns a cluster's new count.
+    #[expect(clippy::indexing_slicing, reason = "`load` has inserted the block")]
     pub(crate) fn count(&mut self, cluster: u64) -> Result<u64> {
         let (number, slot) = self.split(cluster);
         if !self.moved.contains(&number) {
@@ -140,6 +137,7 @@ impl<'i, 's> Change<'i, 's> {
     }
 
     /// Reads a block that has to be changed, and gives it a new offset.
+    #[expect(clippy::indexing_slicing, reason = "the table was made long enough above")]
     fn load(&mut self, number: u64) -> Result<()> {
         if self.blocks.contains_key(&number) {
             return Ok(());
@@ -184,6 +182,10 @@ impl<'i, 's> Change<'i, 's> {
         Ok(())
     }
 
+    #[expect(
+        clippy::indexing_slicing,
+        reason = "`load` made the table long enough for each block that it keeps"
+    )]
     fn write_blocks(&mut self) -> Result<()> {
         for (number, block) in std::mem::take(&mut self.blocks) {
             self.image.write(self.table[to_usize(number)], &block, "cannot write a refcount block")?;

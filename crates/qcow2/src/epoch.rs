@@ -8,8 +8,6 @@
 //! Every request calls it at its start and end, on its worker. Allocation and flushes call
 //! [`Epochs::advance`].
 
-#![allow(clippy::indexing_slicing, reason = "an epoch modulo the number of those that are counted")]
-
 use crate::bytes::to_usize;
 use crate::lock::Locked;
 use std::sync::Arc;
@@ -66,6 +64,7 @@ impl Epochs {
     }
 
     /// Starts a request. Returns its epoch.
+    #[expect(clippy::indexing_slicing, reason = "`place` reduces an epoch modulo the length of the array")]
     #[inline]
     pub(crate) fn enter(&self, member: &Member) -> Epoch {
         loop {
@@ -85,6 +84,7 @@ impl Epochs {
     }
 
     /// Ends the request of that epoch.
+    #[expect(clippy::indexing_slicing, reason = "`place` reduces an epoch modulo the length of the array")]
     #[inline]
     pub(crate) fn exit(&self, member: &Member, epoch: Epoch) {
         let active = &member.active[place(epoch)];
@@ -92,6 +92,7 @@ impl Epochs {
     }
 
     /// Moves on to the next epoch if no request is in the one before. Returns the present epoch.
+    #[expect(clippy::indexing_slicing, reason = "`place` reduces an epoch modulo the length of the array")]
     pub(crate) fn advance(&self) -> Epoch {
         let members = self.members.locked();
         let now = self.now.load(Relaxed);

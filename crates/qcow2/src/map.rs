@@ -11,11 +11,6 @@
 //! An entry of one slice must never be used for another slice, and a dirty slice must never be
 //! dropped.
 
-#![allow(
-    clippy::indexing_slicing,
-    reason = "clusters are below the end of the disk, for which the directory and the frames were made"
-)]
-
 use crate::bytes::{be64, low_u32, to_usize};
 use crate::lock::Locked;
 use std::collections::{BTreeSet, HashMap};
@@ -187,16 +182,25 @@ impl Map {
         self.dirty.load(Relaxed) as usize >= self.frames.len() / 2 && (self.frames.len() as u64) < self.slices
     }
 
+    #[expect(clippy::indexing_slicing, reason = "a number modulo the length of the array")]
     fn shard(&self, slice: u64) -> MutexGuard<'_, Shard> {
         self.shards[to_usize(slice) % SHARDS].locked()
     }
 
     /// Returns the number of a slice's frame plus 1, or [`NONE`].
+    #[expect(
+        clippy::indexing_slicing,
+        reason = "the directory was made for all slices of the disk, and a part for each of its own"
+    )]
     fn number_of(&self, slice: u64) -> u32 {
         let part = self.directory[(slice >> PART_BITS) as usize].get();
         part.map_or(NONE, |part| part[(slice & ((1 << PART_BITS) - 1)) as usize].load(Acquire))
     }
 
+    #[expect(
+        clippy::indexing_slicing,
+        reason = "the directory was made for all slices of the disk, and a part for each of its own"
+    )]
     fn set_number(&self, slice: u64, number: u32) {
         let first = slice >> PART_BITS << PART_BITS;
         let part = self.directory[(slice >> PART_BITS) as usize].get_or_init(|| {
@@ -205,6 +209,7 @@ impl Map {
         part[to_usize(slice - first)].store(number, Release);
     }
 
+    #[expect(clippy::indexing_slicing, reason = "`set_number` was given the number of a frame")]
     fn frame_of(&self, slice: u64) -> Option<&SliceFrame> {
         match self.number_of(slice) {
             NONE => None,
@@ -240,6 +245,10 @@ impl Map {
         }
     }
 
+    #[expect(
+        clippy::indexing_slicing,
+        reason = "the mask keeps an entry within its slice, for which the frame was made"
+    )]
     fn read(&self, frame: &SliceFrame, cluster: u64) -> Entry {
         let at = to_usize(cluster & (self.slice_entries - 1)) * self.entry_words;
         let words = frame.words.get().expect("a frame with a slice has room");
@@ -275,6 +284,7 @@ impl Map {
         placed
     }
 
+    #[expect(clippy::indexing_slicing, reason = "`claim` returns the number of a frame")]
     fn place(&self, slice: u64, bytes: &[u8]) -> bool {
         let Some(number) = self.claim() else { return false };
         self.loads.fetch_add(1, Relaxed);
@@ -304,6 +314,7 @@ impl Map {
     }
 
     /// Returns an empty frame: a new one, or one whose slice was not used for a while.
+    #[expect(clippy::indexing_slicing, reason = "the hand is reduced modulo the number of frames")]
     fn claim(&self) -> Option<u32> {
         let mut free = self.free.locked();
         if (free.fresh as usize) < self.frames.len() {
@@ -372,6 +383,10 @@ impl Map {
     }
 
     /// Changes entries under the lock of their shard.
+    #[expect(
+        clippy::indexing_slicing,
+        reason = "the mask keeps an entry within its slice, for which the frame was made"
+    )]
     fn enter(&self, shard: &mut Shard, first: u64, entries: &[Entry], journal: Option<&Journal>) -> Put {
         let slice = self.slice_of(first);
         let frame = self.frame_of(slice).expect("held slices stay");

@@ -1,7 +1,5 @@
 //! A bounded file in memory, for tests and fuzzing, which can record all operations.
 
-#![allow(clippy::indexing_slicing, reason = "offsets are cut to the length before")]
-
 use std::cell::{Cell, RefCell};
 use std::io;
 
@@ -80,6 +78,7 @@ impl Memory {
 }
 
 impl Storage for Memory {
+    #[expect(clippy::indexing_slicing, reason = "both ends are cut to the length above")]
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         let bytes = self.bytes.borrow();
         let from = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
@@ -89,6 +88,7 @@ impl Storage for Memory {
         Ok(())
     }
 
+    #[expect(clippy::indexing_slicing, reason = "the bytes were made long enough above")]
     fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
         let end = self.room(offset.checked_add(buf.len() as u64))?;
         let mut bytes = self.bytes.borrow_mut();
@@ -119,6 +119,7 @@ impl Storage for Memory {
         Ok(())
     }
 
+    #[expect(clippy::indexing_slicing, reason = "both ends are cut to the length above")]
     fn punch(&self, offset: u64, len: u64) -> io::Result<()> {
         let mut bytes = self.bytes.borrow_mut();
         let most = bytes.len() as u64;

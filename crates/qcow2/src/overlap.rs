@@ -15,8 +15,6 @@
 //!
 //! Lock order: last.
 
-#![allow(clippy::indexing_slicing, reason = "a number masked by the length, which is a power of two")]
-
 use crate::bytes::to_usize;
 use crate::lock::Locked;
 use std::collections::BTreeMap;
@@ -124,6 +122,10 @@ impl OverlapCheck {
         Ok(())
     }
 
+    #[expect(
+        clippy::indexing_slicing,
+        reason = "the mask is the length less 1, and the length a power of two"
+    )]
     fn filter_bit(&self, bit: u64) -> (&AtomicU64, u64) {
         (&self.filter[(bit / 64) as usize & (self.filter.len() - 1)], 1 << (bit % 64))
     }

@@ -10,8 +10,6 @@
 //! reserve; read the part that the request does not cover from below; write the data; change the
 //! entry, in memory. The next flush makes it stable, data and counts before entries ([`flush`]).
 
-#![allow(clippy::indexing_slicing, reason = "ranges of the buffers of a request, which the same step sizes")]
-
 mod buffer;
 mod change;
 mod fetch;
@@ -298,6 +296,10 @@ impl Request {
     }
 
     /// Continues with the result of the last step.
+    #[expect(
+        clippy::indexing_slicing,
+        reason = "the step that reads a slice makes the buffer as long as a slice"
+    )]
     pub fn resume(&mut self, res: i32, cx: &mut Context<'_>) -> Step {
         let failed = res.min(0);
         match std::mem::take(&mut self.pending) {

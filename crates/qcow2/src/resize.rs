@@ -1,10 +1,5 @@
 //! Changes of a disk's size.
 
-#![allow(
-    clippy::indexing_slicing,
-    reason = "the L1 table is as long as the size needs, and an L2 table has a cluster of entries"
-)]
-
 mod grow;
 
 use crate::bytes::to_usize;
@@ -188,6 +183,7 @@ struct Tail {
 impl Tail {
     /// Finds the last cluster of a disk that ends, or ended, at `end`. `grows`: nothing may show
     /// behind it; `shrinks`: data is cut off there.
+    #[expect(clippy::indexing_slicing, reason = "the slot is reduced modulo the entries of a table")]
     fn find(
         image: &Image<'_>,
         end: u64,
@@ -234,6 +230,10 @@ impl Tail {
     }
 
     /// Makes sure that the cluster is not shared, and returns its location if it is allocated.
+    #[expect(
+        clippy::indexing_slicing,
+        reason = "the entry was found in the tables before, and an L2 table has a cluster of entries"
+    )]
     fn own(&self, change: &mut Change<'_, '_>, l1: &mut [u64]) -> Result<Option<TailRange>> {
         let bits = change.header().cluster_bits;
         let (external, size) = (change.header().has(incompatible::DATA_FILE), change.header().cluster_size());
@@ -279,6 +279,7 @@ fn hide_subclusters(subclusters: u64, within: u64, cluster_size: u64) -> (bool, 
 }
 
 /// Frees everything behind `end`.
+#[expect(clippy::indexing_slicing, reason = "the range is not longer than an L2 table")]
 fn cut(change: &mut Change<'_, '_>, l1: &mut [u64], end: u64) -> Result<()> {
     let (bits, entries) = (change.header().cluster_bits, change.header().l2_entries());
     let clusters = end.div_ceil(change.header().cluster_size());

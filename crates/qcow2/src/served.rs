@@ -1,7 +1,5 @@
 //! An open image: the state that its workers share.
 
-#![allow(clippy::indexing_slicing, reason = "layers are numbered by this module")]
-
 use crate::bytes::{be64, to_usize};
 use crate::lock::Locked;
 use std::collections::{BTreeSet, HashMap};
@@ -606,6 +604,7 @@ impl Chain {
     }
 
     /// Returns the image that is written.
+    #[expect(clippy::indexing_slicing, reason = "a chain has at least its top")]
     pub fn top(&self) -> &Arc<Served> {
         match &self.layers[0] {
             Layer::Qcow2(image) => image,
@@ -617,6 +616,7 @@ impl Chain {
         self.layers.len() > 1
     }
 
+    #[expect(clippy::indexing_slicing, reason = "layers are numbered by this module")]
     pub(crate) fn image(&self, layer: usize) -> &Served {
         match &self.layers[layer] {
             Layer::Qcow2(image) => image,
@@ -654,6 +654,7 @@ impl Chain {
     }
 
     /// Returns the file with a layer's data.
+    #[expect(clippy::indexing_slicing, reason = "layers are numbered by this module")]
     pub(crate) fn data_of(&self, layer: usize) -> FileId {
         match &self.layers[layer] {
             Layer::Qcow2(image) => image.data,

@@ -46,6 +46,7 @@ impl Alloc {
 
     /// Counts a piece in a cluster that is counted for the tail. The tail starts at `end` from now
     /// on.
+    #[expect(clippy::indexing_slicing, reason = "the cluster was allocated, so the table covers it")]
     fn count_piece(&mut self, cluster: u64, end: u64, waker: Waker) -> Result<(), Take> {
         let (index, slot) = (cluster / self.entries, to_usize(cluster % self.entries));
         self.clock += 1;

@@ -15,6 +15,10 @@ pub(super) struct Buffer {
 
 impl Buffer {
     /// Makes the contents `len` zeroes.
+    #[expect(
+        clippy::indexing_slicing,
+        reason = "the room is as long as the length and the alignment together"
+    )]
     pub(super) fn reset(&mut self, len: usize) {
         if self.room.len() < len + ALIGN {
             // A new allocation, which is zero without being touched.
@@ -43,12 +47,14 @@ impl Buffer {
 impl std::ops::Deref for Buffer {
     type Target = [u8];
 
+    #[expect(clippy::indexing_slicing, reason = "`reset` makes the room for the length and the alignment")]
     fn deref(&self) -> &[u8] {
         &self.room[self.at..self.at + self.len]
     }
 }
 
 impl std::ops::DerefMut for Buffer {
+    #[expect(clippy::indexing_slicing, reason = "`reset` makes the room for the length and the alignment")]
     fn deref_mut(&mut self) -> &mut [u8] {
         &mut self.room[self.at..self.at + self.len]
     }

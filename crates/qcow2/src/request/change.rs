@@ -301,6 +301,7 @@ impl Request {
     }
 
     /// Records the new offset, and determines the bytes that have to be written.
+    #[expect(clippy::indexing_slicing, reason = "a change has at least one cluster")]
     fn place(&mut self, image: &Served, taken: Option<Reserve>, cx: &mut Context<'_>) {
         let change = self.change.as_mut().expect("a change is under way");
         if let Some(taken) = taken {
@@ -378,6 +379,7 @@ impl Request {
     }
 
     /// Changes the entries, after the data was written.
+    #[expect(clippy::indexing_slicing, reason = "a change has at least one cluster")]
     pub(super) fn changed(&mut self, cx: &mut Context<'_>) {
         let image = cx.chain.top();
         let mut change = self.change.take().expect("a change is under way");

@@ -37,6 +37,7 @@ impl Fetch {
 }
 
 impl Request {
+    #[expect(clippy::indexing_slicing, reason = "the buffer was made for the whole fetch")]
     pub(super) fn step_fetch(&mut self, cx: &mut Context<'_>) -> Next {
         let fetch = self.fetch.as_mut().expect("a fetch is under way");
         if fetch.pos == fetch.end {
@@ -85,6 +86,7 @@ impl Request {
     }
 
     /// Handles the end of the step that read a piece.
+    #[expect(clippy::indexing_slicing, reason = "the step of this fetch made both buffers for its ranges")]
     pub(super) fn fetched(&mut self, failed: i32, cx: &mut Context<'_>) -> Result<(), i32> {
         if failed < 0 {
             return Err(failed);
@@ -102,6 +104,7 @@ impl Request {
 }
 
 /// Decompresses the cluster that contains `pos`, and copies as much of it as `to` has room for.
+#[expect(clippy::indexing_slicing, reason = "the caller's range is within a cluster")]
 fn unpack(
     chain: &Chain,
     layer: usize,

@@ -125,6 +125,7 @@ impl Request {
         Next::Again
     }
 
+    #[expect(clippy::indexing_slicing, reason = "the buffer was made for the packed bytes above")]
     fn place_packed(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
         let pack = self.pack.as_mut().expect("one is being packed");

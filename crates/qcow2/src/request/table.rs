@@ -33,6 +33,7 @@ impl Request {
         self.table = Some(NewTable { index, ours: false, place: None, stage: Stage::Begin });
     }
 
+    #[expect(clippy::indexing_slicing, reason = "the L1 table is as long as the size of the disk needs")]
     pub(super) fn step_table(&mut self, cx: &mut Context<'_>) -> Next {
         let image = cx.chain.top();
         let table = self.table.as_mut().expect("a table is under way");
@@ -97,6 +98,7 @@ impl Request {
     }
 
     /// Handles the end of a step. After the last one the table belongs to the image.
+    #[expect(clippy::indexing_slicing, reason = "`step_table` has checked the index")]
     pub(super) fn table_made(&mut self, cx: &mut Context<'_>) {
         let image = cx.chain.top();
         let Some(table) = self.table.take_if(|table| table.stage == Stage::Ready) else { return };

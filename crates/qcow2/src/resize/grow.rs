@@ -50,6 +50,7 @@ impl Grown<'_> {
         })
     }
 
+    #[expect(clippy::indexing_slicing, reason = "a piece is not longer than the zeroes")]
     pub(super) fn preallocate(
         &self,
         change: &mut Change<'_, '_>,
@@ -97,6 +98,10 @@ impl Grown<'_> {
     }
     /// Calls `how` with the entries of each L2 table from the first new cluster to the one before
     /// `until`, and the number of their first cluster. Each such table is written to a new offset.
+    #[expect(
+        clippy::indexing_slicing,
+        reason = "the L1 table is as long as the new size needs, and the range is within one L2 table"
+    )]
     fn each_table(
         &self,
         change: &mut Change<'_, '_>,
@@ -127,6 +132,7 @@ impl Grown<'_> {
 }
 
 /// Reserves the space of a new range.
+#[expect(clippy::indexing_slicing, reason = "a chunk has the words of an entry")]
 fn reserve(file: &dyn Storage, at: u64, bytes: u64, how: Preallocation) -> Result<()> {
     const PIECE: u64 = 8 << 20;
     let cannot = Error::io("cannot preallocate");
