@@ -226,11 +226,13 @@ pub struct ExportSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fd: Option<RawFd>,
     /// The number of queues: virtqueues (1 to 256), queue pairs of a network device (1 to 128), or
-    /// queues of an uplink's tap. Absent: one for each CPU.
+    /// queues of an uplink's tap. Absent: 256 virtqueues of a disk; one for each CPU with
+    /// `workers=per-cpu`, with the kernel engine, and for all other exports.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
     /// The workers that the export starts with: `default`, `per-queue`, `per-cpu` or a number. With
-    /// `per-cpu` a worker does not poll unless `poll-us` is given.
+    /// `per-cpu` a worker does not poll unless `poll-us` is given. `per-queue` makes one for each
+    /// CPU if `queues` is absent and 256 virtqueues are offered.
     #[serde(default)]
     pub workers: Workers,
     /// vhost-user-blk: whether writes of the guest are refused. They are always refused for a
@@ -450,6 +452,16 @@ pub struct QueueInfo {
     /// vhost-user-net, uplink: frames in each direction.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub net: Option<NetQueueCounters>,
+}
+
+impl QueueInfo {
+    /// Queues of one export that never started are shown one by one up to this number.
+    pub const IDLE_SHOWN: usize = 8;
+
+    /// Returns whether the guest has started the queue, or tried to, since the export was added.
+    pub fn has_started(&self) -> bool {
+        self.size > 0 || self.state != "stopped"
+    }
 }
 
 /// An export in its present state.

@@ -10,6 +10,7 @@
 mod address;
 pub(crate) mod families;
 mod http;
+mod idle;
 mod serve;
 
 use std::os::fd::OwnedFd;

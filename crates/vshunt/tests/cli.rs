@@ -129,6 +129,32 @@ fn no_daemon_is_3() {
 }
 
 #[test]
+fn queues_that_never_start_cost_no_descriptors_and_are_one_line() {
+    let export = |queues: &str| format!("type=vhost-user-blk,name=vm0,disk=d0,socket=vm0.sock{queues}");
+    let start = |queues: &str, more: &[&str]| {
+        Daemon::start(&[&[RAM[0], RAM[1], "--export", &export(queues)], more].concat())
+    };
+    let descriptors = |d: &Daemon| std::fs::read_dir(format!("/proc/{}/fd", d.child.id())).unwrap().count();
+    let (few, many) = (start(",queues=1", &[]), start("", &[]));
+    // The connections of clients may still be open.
+    assert!(descriptors(&many) < descriptors(&few) + 16);
+    let queues = many.json(&["qmp", "query-queues"]);
+    assert_eq!(queues.as_array().unwrap().len(), 256);
+    let text = many.ok(&["status"]);
+    assert!(text.contains("\nvm0: 256, not started\n") && !text.contains("vm0:7"), "{text}");
+    assert!(text.contains("  vm0:0-255\n"), "{text}");
+    assert!(few.ok(&["status"]).contains("\nvm0:0 "));
+    // As many workers as CPUs, and each has its share of the queues.
+    let spread = start(",workers=per-queue", &[]);
+    let cpus = std::thread::available_parallelism().unwrap().get();
+    assert_eq!(spread.json(&["worker", "list", "--json"]).as_array().unwrap().len(), 1 + cpus);
+    let queues = spread.json(&["qmp", "query-queues"]);
+    let workers: std::collections::BTreeSet<_> =
+        queues.as_array().unwrap().iter().map(|q| q["worker"].as_u64().unwrap()).collect();
+    assert_eq!(workers.len(), cpus);
+}
+
+#[test]
 fn a_daemon_is_set_up_asked_and_ended() {
     let args = [RAM[0], RAM[1], "--worker", "name=fast,poll-us=5"];
     let export = ["--export", "type=vhost-user-blk,name=vm0,disk=d0,socket=vm0.sock,queues=2"];

@@ -8,7 +8,7 @@ use vshunt_kernel_engine as kernel_engine;
 use vshunt_net::Switch;
 use vshunt_tap::{Tap, TapQueue};
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{Engine, ExportKind, ExportSpec};
+use vshunt_types::spec::{Engine, ExportKind, ExportSpec, Workers as Spread};
 
 use vshunt_vhost_user::{Socket, adopt, listen};
 
@@ -91,7 +91,6 @@ impl Prepared {
     /// # Errors
     /// The request is wrong, or something cannot be opened.
     pub(crate) fn open(spec: &mut ExportSpec, backend: Backend) -> Result<(Self, bool)> {
-        let queues = spec.queues.unwrap_or_else(online_cpus);
         // The path is absolute because the reader of the list may be in another folder.
         spec.mountpoint = spec.mountpoint.take().map(|path| std::path::absolute(&path).unwrap_or(path));
         let mut readonly = spec.refuses_writes();
@@ -100,10 +99,11 @@ impl Prepared {
                 check(spec, &disk)?;
                 readonly |= disk.readonly();
                 if spec.kind == ExportKind::Fuse {
+                    let queues = spec.queues.unwrap_or_else(online_cpus);
                     let plan = fuse::plan(spec, &disk, MAX_QUEUES, queues)?;
                     Self::Mount(PreparedMount { plan, disk })
                 } else {
-                    spec.queues = Some(queues);
+                    let queues = fill_in_virtqueues(spec);
                     let server = disk_server(spec, &disk, queues)?;
                     Self::Blk(PreparedBlk { socket: open_socket(spec)?, server, disk })
                 }
@@ -140,6 +140,31 @@ impl Prepared {
         };
         Ok((prepared, readonly))
     }
+}
+
+/// Fills in the number of virtqueues of a disk, and returns it.
+///
+/// A VMM refuses to start if it is asked for more queues than the back end has. Therefore the
+/// default is as many as no guest exceeds: a queue that never starts takes some hundred bytes, and
+/// no descriptor. With `workers=per-queue`, the number of workers is then that of the CPUs, and the
+/// queues are distributed over them in turn.
+///
+/// The default is the number of CPUs where each queue takes more: one worker pinned to a CPU, or
+/// descriptors of the kernel engine.
+fn fill_in_virtqueues(spec: &mut ExportSpec) -> u16 {
+    let costs_more = spec.workers == Spread::PerCpu || spec.engine.unwrap_or_default() != Engine::User;
+    let queues = match spec.queues {
+        Some(queues) => queues,
+        None if costs_more => online_cpus(),
+        None => {
+            if spec.workers == Spread::PerQueue {
+                spec.workers = Spread::Count(online_cpus().into());
+            }
+            MAX_QUEUES
+        }
+    };
+    spec.queues = Some(queues);
+    queues
 }
 
 /// Checks the request for this disk. [`Check`](crate::Check) has checked the rest.
@@ -266,4 +291,26 @@ fn open_socket(spec: &ExportSpec) -> Result<Socket> {
 fn online_cpus() -> u16 {
     let n = std::thread::available_parallelism().map_or(1, usize::from);
     u16::try_from(n).unwrap_or(MAX_QUEUES).min(MAX_QUEUES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_has_as_many_queues_as_no_guest_exceeds_and_a_worker_for_each_cpu() {
+        let filled = |workers, engine, queues| {
+            let mut spec = ExportSpec { workers, engine, queues, ..ExportSpec::default() };
+            (fill_in_virtqueues(&mut spec), spec.queues, spec.workers)
+        };
+        let (most, cpus) = (MAX_QUEUES, online_cpus());
+        assert_eq!(filled(Spread::Default, None, None), (most, Some(most), Spread::Default));
+        assert_eq!(filled(Spread::PerQueue, None, None), (most, Some(most), Spread::Count(u32::from(cpus))));
+        assert_eq!(filled(Spread::Count(3), None, None), (most, Some(most), Spread::Count(3)));
+        assert_eq!(filled(Spread::PerQueue, None, Some(7)), (7, Some(7), Spread::PerQueue));
+        assert_eq!(filled(Spread::PerCpu, None, None), (cpus, Some(cpus), Spread::PerCpu));
+        for engine in [Engine::Kernel, Engine::Auto] {
+            assert_eq!(filled(Spread::PerQueue, Some(engine), None).0, cpus);
+        }
+    }
 }

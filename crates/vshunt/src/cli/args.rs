@@ -204,13 +204,15 @@ Columns of queues:
   then the control queue. With engine=kernel the kernel reports no counters.
   The queues of an uplink are those of its tap, counted as if the tap were a
   guest of the switch.
+  If more than 8 queues of an export never started, one line gives their
+  number. --json lists them.
 
 Columns of workers:
   KIND     user: a thread of the daemon; stalled: it has work and has not run
            for one second; kernel: a worker of the kernel, for one export
   CPU      the CPUs that it may run on
   POLL-US  how long it may poll before it sleeps, in microseconds
-  QUEUES   the attached queues, EXPORT:INDEX
+  QUEUES   the attached queues, EXPORT:INDEX or EXPORT:FIRST-LAST
 
 The last line shows what the sandbox restricts: see docs/sandbox.md.
 

@@ -1,5 +1,7 @@
 //! Tables for users: columns two spaces apart, numbers aligned to the right.
 
+mod idle;
+
 use std::fmt::Write as _;
 
 use vshunt_sandbox::{Mode, SandboxInfo};
@@ -239,7 +241,8 @@ pub(crate) fn ports(exports: &[ExportInfo]) -> Option<String> {
 }
 
 pub(crate) fn queues(queues: &[QueueInfo]) -> String {
-    table(
+    let (queues, idle) = idle::split(queues);
+    let mut text = table(
         ["QUEUE", ">WORKER", "STATE", ">SIZE", ">IN-FLIGHT", ">REQUESTS", ">ERRORS", ">READ", ">WRITTEN"],
         queues.iter().map(|q| {
             [
@@ -254,7 +257,9 @@ pub(crate) fn queues(queues: &[QueueInfo]) -> String {
                 size(q.write_bytes),
             ]
         }),
-    )
+    );
+    idle.iter().for_each(|line| text.extend([line, "\n"]));
+    text
 }
 
 /// Returns the table of the frames that network queues dropped, with the reasons. None if no frame
@@ -346,7 +351,7 @@ pub(crate) fn workers(workers: &[WorkerInfo]) -> String {
                 w.poll_us.to_string(),
                 w.requests.to_string(),
                 format!("{:.2}s", w.cpu_time_us as f64 / 1e6),
-                or_dash(w.queues.join(",")),
+                or_dash(idle::ranges(&w.queues)),
             ]
         }),
     )

@@ -74,7 +74,10 @@ Network keys:
   persist=on|off    an interface that is made stays
 
 Export keys:
-  type=vhost-user-blk|vhost-user-net|fuse|uplink, name, queues
+  type=vhost-user-blk|vhost-user-net|fuse|uplink, name
+  queues            the default for vhost-user-blk is 256, which no guest exceeds;
+                    a queue that never starts costs nothing. Otherwise one for
+                    each CPU
   workers=default|per-queue|per-cpu|N
                     per-cpu pins each worker to one CPU, and it does not poll
                     unless poll-us is given

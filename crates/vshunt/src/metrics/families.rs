@@ -19,6 +19,8 @@ use vshunt_types::spec::{
     PortInfo, PortState, QueueInfo, WorkerInfo,
 };
 
+use super::idle;
+
 /// The prefix of all names.
 const PREFIX: &str = "vshunt";
 
@@ -49,7 +51,7 @@ impl Snapshot {
             nets: daemon.nets(),
             exports: daemon.exports(),
             jobs: daemon.jobs(),
-            queues: daemon.queues(),
+            queues: idle::shown(daemon.queues()),
             workers: daemon.workers(),
             refused: vshunt_sandbox::refused(),
         }

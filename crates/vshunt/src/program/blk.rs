@@ -35,7 +35,7 @@ pub(super) struct BlkCli {
     /// Refuse writes
     #[arg(long)]
     read_only: bool,
-    /// Virtqueues to offer [default: one for each CPU]
+    /// Virtqueues to offer [default: 256, which no guest exceeds]
     #[arg(long, value_name = "N")]
     num_queues: Option<u16>,
     #[command(flatten)]
