@@ -1,7 +1,7 @@
 //! `vshunt`: arguments, commands and output.
 //!
 //! `args` has the flags, `run` the implementation of each subcommand, `call` the requests to the
-//! daemon, and `show` the tables.
+//! daemon, `show` the tables, and `usage` the text for a missing subcommand.
 
 mod args;
 mod call;
@@ -12,16 +12,17 @@ mod passing;
 mod run;
 mod show;
 mod snapshot;
+mod usage;
 
 use std::ffi::OsString;
 
 use clap::Parser;
 
-use crate::outcome::{Outcome, clap_failure};
+use crate::outcome::Outcome;
 
 /// Runs the program with these arguments. The first one is its name.
 pub(crate) fn run(args: &[OsString]) -> Outcome {
-    args::Cli::try_parse_from(args).or_else(clap_failure).and_then(run::run)
+    args::Cli::try_parse_from(args).or_else(|e| usage::failure(e, args)).and_then(run::run)
 }
 
 /// Returns the command line, for the reference.

@@ -56,7 +56,19 @@ fn help_and_version_succeed_and_nothing_is_usage() {
         let (code, out, _) = output(vshunt().args(args));
         assert!(code == 0 && out.contains("Examples:"), "{args:?}");
     }
-    assert_eq!(output(&mut vshunt()).0, 2);
+}
+
+#[test]
+fn without_a_subcommand_there_are_three_examples() {
+    for args in [&[][..], &["worker"], &["image"], &["-c", "/x", "disk"], &["export"], &["job", "-v"]] {
+        let (code, out, err) = output(vshunt().args(args));
+        assert_eq!((code, out.as_str()), (2, ""), "{args:?}: {err}");
+        let name =
+            args.iter().find(|arg| arg.len() > 2).map_or("vshunt".to_owned(), |arg| format!("vshunt {arg}"));
+        assert!(err.starts_with(&format!("Usage: {name} ")) && err.contains("\nCommands:\n  "), "{err}");
+        let (_, examples) = err.split_once("\nExamples:\n").unwrap();
+        assert_eq!(examples.matches("\n  vshunt ").count(), 2, "{err}");
+    }
 }
 
 #[test]

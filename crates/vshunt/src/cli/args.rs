@@ -1,5 +1,6 @@
 //! The command line. Help, man pages and completions are generated from this table of flags.
 
+mod examples;
 pub(crate) mod jobs;
 mod qmp_help;
 pub(crate) mod snapshot;
@@ -65,7 +66,7 @@ pub(crate) enum Command {
     #[command(after_long_help = STATUS_AFTER)]
     Status(ListArgs),
     /// Make, list, change and free workers
-    #[command(subcommand)]
+    #[command(subcommand, after_long_help = examples::WORKER)]
     Worker(WorkerCommand),
     /// Move queues to a worker while I/O runs
     ///
@@ -77,25 +78,25 @@ pub(crate) enum Command {
     )]
     Attach(AttachArgs),
     /// Add, remove and list disks
-    #[command(subcommand)]
+    #[command(subcommand, after_long_help = examples::DISK)]
     Disk(DiskCommand),
     /// Add, remove and list networks
-    #[command(subcommand)]
+    #[command(subcommand, after_long_help = examples::NET)]
     Net(NetCommand),
     /// Add, remove and list exports
-    #[command(subcommand)]
+    #[command(subcommand, after_long_help = examples::EXPORT)]
     Export(ExportCommand),
     /// Create, describe, check and change images that no program uses
     #[command(after_long_help = image::AFTER)]
     Image(image::ImageArgs),
     /// Back up disks that are in use
-    #[command(subcommand)]
+    #[command(subcommand, after_long_help = examples::BACKUP)]
     Backup(jobs::BackupCommand),
     /// List, wait for, limit and end jobs
-    #[command(subcommand)]
+    #[command(subcommand, after_long_help = examples::JOB)]
     Job(jobs::JobCommand),
     /// Make, change and list dirty bitmaps: the blocks that were written since a backup
-    #[command(subcommand)]
+    #[command(subcommand, after_long_help = examples::BITMAP)]
     Bitmap(jobs::BitmapCommand),
     /// Change the size of a disk; its guests are told
     ///

@@ -1,0 +1,110 @@
+//! What `vshunt`, `vshunt worker` and other commands without the subcommand that they need print:
+//! the subcommands, and the first examples of their help.
+
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::io;
+
+use clap::error::ErrorKind;
+use clap::{Command, CommandFactory};
+
+use super::args::Cli;
+use crate::outcome::{Failure, Outcome, clap_failure};
+
+/// Examples at most.
+const EXAMPLES: usize = 3;
+
+/// The end of a help text that has examples.
+const HEADING: &str = "Examples:\n";
+
+/// Converts an error of clap, and prints the usage if a subcommand is missing.
+pub(super) fn failure<T>(e: clap::Error, args: &[OsString]) -> Outcome<T> {
+    let missing = [ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand, ErrorKind::MissingSubcommand];
+    if !missing.contains(&e.kind()) {
+        return clap_failure(e);
+    }
+    let mut command = Cli::command();
+    command.build();
+    let text = usage(named(command, args));
+    // The exit code says the same if stderr is closed.
+    let _ = io::Write::write_all(&mut io::stderr(), text.as_bytes());
+    Err(Failure::Status(Failure::Usage(String::new()).code()))
+}
+
+/// Returns the last command that the arguments name. Words that are no command are values of
+/// options.
+fn named(command: Command, args: &[OsString]) -> Command {
+    let words = args.iter().skip(1).filter_map(|arg| arg.to_str());
+    words.fold(command, |at, word| at.find_subcommand(word).cloned().unwrap_or(at))
+}
+
+/// Returns the usage of a command: its subcommands, and its first examples.
+fn usage(mut command: Command) -> String {
+    let mut text = format!("{}\n\nCommands:\n", command.render_usage());
+    let children: Vec<_> = command
+        .get_subcommands()
+        .filter(|child| !child.is_hide_set() && child.get_name() != "help")
+        .collect();
+    let width = children.iter().map(|child| child.get_name().len()).max().unwrap_or(0);
+    for child in children {
+        let about = child.get_about().map(ToString::to_string).unwrap_or_default();
+        let _ = writeln!(text, "  {:<width$}  {about}", child.get_name());
+    }
+    let help = command.get_after_long_help().or(command.get_after_help()).map(ToString::to_string);
+    if let Some((_, examples)) = help.as_deref().and_then(|help| help.split_once(HEADING)) {
+        let _ = write!(text, "\n{HEADING}{}", first(examples));
+    }
+    let name = command.get_bin_name().unwrap_or("vshunt").to_owned();
+    let _ = writeln!(text, "\n{name} --help has more.");
+    text
+}
+
+/// Returns the first examples, each with the lines that continue it.
+fn first(examples: &str) -> String {
+    let mut text = String::new();
+    let (mut count, mut continues) = (0, false);
+    for line in examples.lines() {
+        count += usize::from(!continues);
+        if count > EXAMPLES || line.is_empty() {
+            break;
+        }
+        continues = line.ends_with('\\');
+        let _ = writeln!(text, "{line}");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(words: &str) -> String {
+        let args: Vec<OsString> = words.split(' ').map(Into::into).collect();
+        let mut command = Cli::command();
+        command.build();
+        usage(named(command, &args))
+    }
+
+    #[test]
+    fn each_command_with_subcommands_has_three_examples() {
+        let mut command = Cli::command();
+        command.build();
+        let groups = command.get_subcommands().filter(|child| child.has_subcommands());
+        let names: Vec<_> = groups.map(|child| child.get_name().to_owned()).filter(|n| n != "help").collect();
+        assert!(names.len() > 6, "{names:?}");
+        for words in std::iter::once("vshunt".to_owned()).chain(names.iter().map(|n| format!("vshunt {n}"))) {
+            let text = of(&words);
+            let (_, examples) = text.split_once(HEADING).unwrap_or_else(|| panic!("{words}: {text}"));
+            assert_eq!(examples.matches("  vshunt ").count(), EXAMPLES, "{text}");
+            assert!(text.starts_with(&format!("Usage: {words} ")), "{text}");
+            assert!(text.ends_with(&format!("\n{words} --help has more.\n")), "{text}");
+        }
+    }
+
+    #[test]
+    fn values_of_options_are_no_commands() {
+        assert!(of("vshunt -c /s worker").starts_with("Usage: vshunt worker "));
+        assert!(of("vshunt --control=/s -v").starts_with("Usage: vshunt "));
+        assert!(of("vshunt worker").contains("\n  free  Free a worker"));
+    }
+}
