@@ -1,24 +1,25 @@
 //! The configuration of a daemon: the configuration file, and the flags that are added to it.
 
 pub(crate) mod args;
+mod images;
 
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 use vshunt_daemon::Check;
 use vshunt_sandbox::Mode;
 use vshunt_types::error::Error;
 use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
 
-use self::args::{SandboxArgs, ServeArgs};
-use crate::keyval;
+use self::args::{MountArgs, SandboxArgs, ServeArgs};
 use crate::metrics::Address;
 use crate::outcome::{Failure, Outcome};
+use crate::values::Spec;
+use crate::{keyval, run_folder};
 
-/// The default path of the control socket of root.
-const SOCKET_OF_ROOT: &str = "/run/vshunt.sock";
+/// The default name of the control socket, in the folder of [`run_folder::parent`].
+const SOCKET: &str = "vshunt.sock";
 
 /// The setting of the control socket.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -26,6 +27,8 @@ pub(crate) enum Control {
     /// Not set: the default path.
     #[default]
     Default,
+    /// Not set, and not needed: the default path, if no other daemon answers there.
+    IfFree,
     /// This path.
     At(PathBuf),
     /// No control socket.
@@ -45,6 +48,10 @@ pub(crate) struct Setup {
     pub(crate) workers: Vec<WorkerSpec>,
     pub(crate) exports: Vec<ExportSpec>,
     pub(crate) sandbox: SandboxArgs,
+    /// The names of the exports that were made for images given without keys.
+    pub(crate) images: Vec<String>,
+    /// Messages for the log, about defaults that may surprise.
+    pub(crate) notes: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -104,9 +111,23 @@ pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup>
     };
     setup.sandbox = args.sandbox.with_defaults(setup.sandbox)?;
     check(&setup)?;
+    images::serve(&mut setup, &args.images, args.read_only)?;
     if setup.control == Control::Off && setup.exports.is_empty() {
         return Err(Failure::Usage("nothing to do: no --export, and no control socket to add one".into()));
     }
+    Ok(setup)
+}
+
+/// Returns the configuration of `vshunt mount`.
+pub(crate) fn mount(control: Option<PathBuf>, args: MountArgs) -> Outcome<Setup> {
+    let control = match (control, args.no_control) {
+        (_, true) => Control::Off,
+        (Some(path), _) => Control::At(path),
+        (None, false) => Control::IfFree,
+    };
+    let sandbox = args.sandbox.with_defaults(SandboxArgs::default())?;
+    let mut setup = Setup { control, sandbox, ..Setup::default() };
+    images::mount(&mut setup, &args.image, args.file, args.read_only)?;
     Ok(setup)
 }
 
@@ -168,12 +189,20 @@ fn parse(text: &str) -> Result<Setup, String> {
             workers: file.sandbox_workers,
             allow_paths: file.allow_path,
         },
+        images: Vec::new(),
+        notes: Vec::new(),
     })
 }
 
-fn tables<T: DeserializeOwned + Check>(kind: &str, tables: Vec<Table>) -> Result<Vec<T>, String> {
+fn tables<T: Spec>(kind: &str, tables: Vec<Table>) -> Result<Vec<T>, String> {
     let mut out = Vec::with_capacity(tables.len());
     for (at, mut table) in tables.into_iter().enumerate() {
+        let text = |key: &str| table.get(key)?.as_str().map(str::to_owned);
+        if !table.contains_key("name")
+            && let Some(name) = T::default_name(&text)
+        {
+            table.insert("name".to_owned(), name.into());
+        }
         let name = match table.get("name").and_then(Value::as_str) {
             Some(name) => format!("{kind} {name}"),
             None => format!("{kind} number {}", at + 1),
@@ -211,12 +240,10 @@ fn parse_text_values(table: &mut Table) -> Result<(), String> {
 /// the user's default.
 pub(crate) fn control_path(given: Option<&PathBuf>) -> Option<PathBuf> {
     let from = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-    given.cloned().or_else(|| from("VSHUNT_CONTROL")).or_else(|| {
-        if rustix::process::geteuid().is_root() {
-            return Some(PathBuf::from(SOCKET_OF_ROOT));
-        }
-        from("XDG_RUNTIME_DIR").map(|d| d.join("vshunt.sock"))
-    })
+    given
+        .cloned()
+        .or_else(|| from("VSHUNT_CONTROL"))
+        .or_else(|| run_folder::parent().map(|folder| folder.join(SOCKET)))
 }
 
 #[cfg(test)]
@@ -306,10 +333,18 @@ mod tests {
     }
 
     #[test]
+    fn names_are_those_of_flags_without_a_name() {
+        let file = "[[disk]]\nfile = \"/images/a b.img\"\n[[export]]\ntype = \"vhost-user-blk\"\n\
+                    disk = \"ab\"\nsocket = \"/s\"";
+        let setup = parse(file).unwrap();
+        assert_eq!((setup.disks[0].name.as_str(), setup.exports[0].name.as_str()), ("ab", "ab"));
+    }
+
+    #[test]
     fn what_is_wrong_is_named() {
         let cases = [
             ("[[disk]]\nname = \"d\"\nfil = 1", "disk d: unknown field `fil`"),
-            ("[[disk]]\nfile = \"x\"", "disk number 1: missing field `name`"),
+            ("[[disk]]\nformat = \"ram\"", "disk number 1: missing field `name`"),
             ("[[disk]]\nname = \"d\"\nsize = \"1X\"", "disk d: size: `1X` is not a size"),
             ("[[worker]]\ncpu = \"x\"", "worker number 1: cpu: `x`"),
             ("[[export]]\nname = \"e\"\ndisk = \"d\"", "export e: missing field `type`"),

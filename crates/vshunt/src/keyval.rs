@@ -91,6 +91,11 @@ pub(crate) fn parse_keys<T: DeserializeOwned>(
     T::deserialize(Pairs { rest: pairs.iter(), value: None, keys: &[], listed: &listed })
 }
 
+/// Returns the value of a key in a list. None if it is not given, or the list is not valid.
+pub(crate) fn value_of(text: &str, key: &str) -> Option<String> {
+    split(text).ok()?.into_iter().find(|(name, _)| name == key).map(|(_, value)| value)
+}
+
 /// Parses a size in bytes: digits, a fraction if the result is a whole number of bytes, and a unit:
 /// B, K, M, G, T, P or E, where 10K, 10KB and 10KiB are the same. Capital letters or not.
 pub(crate) fn parse_size(text: &str) -> Result<u64, KeyvalError> {

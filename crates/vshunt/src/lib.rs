@@ -13,6 +13,7 @@
 //! | `metrics` | the HTTP server for Prometheus |
 //! | `image` | `vshunt image`: commands on images that no program uses |
 //! | `values`, `keyval` | values of flags, and lists of keys and values |
+//! | `run_folder` | the folder for sockets and mounted files without a given path |
 //! | `outcome` | how a command ends |
 //!
 //! A client of the QMP server, as the command line uses it:
@@ -36,6 +37,7 @@ mod program;
 mod qmp;
 #[cfg(test)]
 mod reference;
+mod run_folder;
 mod serve;
 mod values;
 

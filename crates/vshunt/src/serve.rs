@@ -28,6 +28,7 @@
 mod activation;
 mod confine;
 mod log;
+mod paste;
 mod signals;
 
 use std::io::Write;
@@ -40,14 +41,14 @@ use sd_notify::NotifyState;
 use vshunt_daemon::{DEFAULT_POLL_US, Daemon, Event, Options, check_one_place};
 use vshunt_sandbox as sandbox;
 use vshunt_tap as tap;
-use vshunt_types::error::{Error, Result};
+use vshunt_types::error::{Error, Kind, Result};
 use vshunt_vhost_user as vhost_user;
 
 use self::activation::Inherited;
 use crate::config::args::LogArgs;
 use crate::config::{Control, Setup, control_path};
 use crate::metrics::Metrics;
-use crate::outcome::{Failure, Outcome};
+use crate::outcome::{Failure, Outcome, print};
 use crate::qmp::{Context, ControlSocket, Server, Stop, events};
 
 /// What differs between `vshunt serve`, `vshunt-blk` and `vshunt-net`.
@@ -66,6 +67,8 @@ pub(crate) fn serve(setup: Setup, options: &ServeOptions) -> Outcome {
     check_fds(&setup)?;
     let blocked = signals::block()?;
     log::start(options.program, options.log.verbose, options.log.quiet);
+    setup.notes.iter().for_each(|note| tracing::warn!("{note}"));
+    let ready = paste::text(&setup, options.log.quiet);
     let (stop, stopped) = channel();
     raise_file_limit();
     // Before other threads exist, because a forked process would not have them. Also before the
@@ -82,6 +85,8 @@ pub(crate) fn serve(setup: Setup, options: &ServeOptions) -> Outcome {
     signals::forward(blocked, stop.clone())?;
     let mut serving = Serving::set_up(setup, inherited, sockets, options, stop)?;
     serving.announce(options);
+    // A reader of stdout that has ended is no reason to end.
+    let _ = print(&ready);
     let reason = wait(&stopped);
     tracing::info!(?reason, "ending");
     serving.take_down(reason);
@@ -139,7 +144,7 @@ struct Sockets {
 
 impl Sockets {
     fn bind(setup: &Setup, inherited: &mut Vec<Inherited>) -> Outcome<Self> {
-        let control = control_socket(&setup.control, inherited)?;
+        let control = control_socket(setup, inherited)?;
         let metrics = match (activation::take_metrics(inherited), &setup.metrics) {
             (Some(fd), _) => Some(Metrics::inherited(fd)?),
             (None, Some(address)) => Some(Metrics::bind(address)?),
@@ -287,23 +292,47 @@ fn bind_events(daemon: &Daemon, server: &Server, stop: Sender<Stop>, ends_with: 
     }));
 }
 
-fn control_socket(wanted: &Control, inherited: &mut Vec<Inherited>) -> Outcome<Option<ControlSocket>> {
-    let path = match wanted {
+fn control_socket(setup: &Setup, inherited: &mut Vec<Inherited>) -> Outcome<Option<ControlSocket>> {
+    let path = match &setup.control {
         Control::Off => return Ok(None),
         Control::At(path) => Some(path.clone()),
-        Control::Default => control_path(None),
+        Control::Default | Control::IfFree => control_path(None),
     };
     if let Some(fd) = activation::take_control(inherited, path.as_deref()) {
         return Ok(Some(ControlSocket::inherited(fd)));
     }
-    match path {
-        Some(path) => Ok(Some(ControlSocket::bind(&path)?)),
+    match path.as_deref().map(ControlSocket::bind) {
+        Some(Ok(socket)) => Ok(Some(socket)),
+        Some(Err(e)) if e.kind() == Kind::Busy && setup.control == Control::IfFree => {
+            tracing::warn!("no control socket: {e}");
+            Ok(None)
+        }
+        Some(Err(e)) if e.kind() == Kind::Busy && setup.control == Control::Default => {
+            Err(Failure::Failed(format!("{e}{}", to_the_running_one(setup))))
+        }
+        Some(Err(e)) => Err(e.into()),
+        None if setup.control == Control::IfFree => Ok(None),
         None => Err(Failure::Usage(
             "no place for the control socket (XDG_RUNTIME_DIR is not set); \
              give --control SOCKET or --no-control"
                 .into(),
         )),
     }
+}
+
+/// Returns the remedy if another daemon runs: the commands by which it serves the images, too.
+/// Empty if no image was given without keys.
+fn to_the_running_one(setup: &Setup) -> String {
+    let mut text = String::new();
+    for export in setup.exports.iter().filter(|export| setup.images.contains(&export.name)) {
+        let disk = setup.disks.iter().find(|disk| disk.name == export.disk);
+        let (Some(disk), Some(socket)) = (disk, &export.socket) else { continue };
+        let file = disk.file.as_deref().map(|file| std::path::absolute(file).unwrap_or_else(|_| file.into()));
+        let commands = paste::commands(disk, &file.unwrap_or_default(), socket);
+        text.push_str(if text.is_empty() { ". To let that one serve the image, too:" } else { "" });
+        text.push_str(&commands);
+    }
+    text
 }
 
 /// A pidfile that is removed when the daemon ends. Errands write and remove it, so that no thread

@@ -2,6 +2,7 @@
 //!
 //! Clap calls them and puts the flag and its value before their error messages.
 
+use std::borrow::Cow;
 use std::path::Path;
 use std::str::FromStr;
 
@@ -60,10 +61,27 @@ fn checked<T>(spec: impl Check, value: T) -> Result<T, String> {
     spec.check().map(|()| value).map_err(|e| e.to_string())
 }
 
+/// Returns the name for the disk in a file: the name of the file without its ending and without
+/// characters that names cannot have. `other` if nothing is left.
+pub(crate) fn name_of(file: &Path, other: &str) -> String {
+    /// A name has at most 64 characters, and a number may follow.
+    const LONGEST: usize = 48;
+    let stem = file.file_stem().unwrap_or_default().to_string_lossy();
+    let fits = stem.chars().filter(|c| c.is_ascii_alphanumeric() || "-_.".contains(*c));
+    // The name is also an argument of commands, and a part of the names of files.
+    let name: String = fits.skip_while(|c| !c.is_ascii_alphanumeric()).take(LONGEST).collect();
+    if name.is_empty() { other.to_owned() } else { name }
+}
+
 /// A specification that a flag takes as a list of keys and values.
 pub(crate) trait Spec: DeserializeOwned + Check {
     /// Returns the list that the user probably means by a bare value.
     fn suggestion(bare: &str) -> String;
+
+    /// The name, if the list does not give one. `value` returns the value of a key.
+    fn default_name(_value: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+        None
+    }
 
     /// Returns whether a key belongs to specifications of this `type`.
     fn is_key_of(_kind: Option<&str>, _key: &str) -> bool {
@@ -73,9 +91,11 @@ pub(crate) trait Spec: DeserializeOwned + Check {
 
 impl Spec for DiskSpec {
     fn suggestion(bare: &str) -> String {
-        let stem = Path::new(bare).file_stem().unwrap_or_default().to_string_lossy();
-        let name: String = stem.chars().filter(|c| c.is_ascii_alphanumeric() || "-_.".contains(*c)).collect();
-        format!("name={},file={bare}", if name.is_empty() { "d0" } else { &name })
+        format!("name={},file={bare}", name_of(Path::new(bare), "d0"))
+    }
+
+    fn default_name(value: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+        value("file").map(|file| name_of(Path::new(&file), "disk"))
     }
 }
 
@@ -83,6 +103,10 @@ impl Spec for ExportSpec {
     fn suggestion(bare: &str) -> String {
         let socket = if bare.contains('/') { bare } else { "/tmp/vm0.sock" };
         format!("type=vhost-user-blk,name=vm0,disk=d0,socket={socket}, with the name of your disk for d0")
+    }
+
+    fn default_name(value: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+        ["disk", "tap", "net"].into_iter().find_map(value)
     }
 
     fn is_key_of(kind: Option<&str>, key: &str) -> bool {
@@ -95,6 +119,10 @@ impl Spec for ExportSpec {
 impl Spec for NetSpec {
     fn suggestion(bare: &str) -> String {
         format!("type=tap,name=n0,ifname={bare}")
+    }
+
+    fn default_name(value: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+        value("ifname")
     }
 }
 
@@ -113,7 +141,10 @@ pub(crate) fn spec<T: Spec>(text: &str) -> Result<T, String> {
     if !first.is_empty() && !first.contains('=') {
         return Err(format!("`{first}` has no key; write {}", T::suggestion(first)));
     }
-    let spec: T = keyval::parse_keys(text, &T::is_key_of).map_err(|e| e.to_string())?;
+    let named = keyval::value_of(text, "name").is_some();
+    let name = T::default_name(&|key| keyval::value_of(text, key)).filter(|_| !named);
+    let text = name.map_or(text.into(), |name| Cow::from(format!("{text},name={}", name.replace(',', ",,"))));
+    let spec: T = keyval::parse_keys(&text, &T::is_key_of).map_err(|e| e.to_string())?;
     spec.check().map(|()| spec).map_err(|e| e.to_string())
 }
 
@@ -139,6 +170,26 @@ mod tests {
             assert!(said.contains(" has no key; write ") && said.contains(want), "{said}");
         }
         assert!(spec::<DiskSpec>("").unwrap_err().contains("a key is missing"));
+    }
+
+    #[test]
+    fn a_name_follows_from_the_file_disk_or_network() {
+        let name = |text| spec::<DiskSpec>(text).unwrap().name;
+        assert_eq!(name("file=/images/my vm.tar.qcow2,format=qcow2"), "myvm.tar");
+        assert_eq!((name("file=/images/-..img"), name("name=d0,file=a.img")), ("disk".into(), "d0".into()));
+        assert_eq!(name(&format!("file={}.img", "x".repeat(200))), "x".repeat(48));
+        assert!(spec::<DiskSpec>("format=ram,size=1M").unwrap_err().contains("`name` is missing"));
+        let name = |text| spec::<ExportSpec>(text).unwrap().name;
+        assert_eq!(name("type=vhost-user-blk,disk=d0,socket=/s"), "d0");
+        assert_eq!(name("type=vhost-user-net,net=n0,socket=/s"), "n0");
+        assert_eq!(name("type=uplink,net=s0,tap=t0"), "t0");
+        assert_eq!(spec::<NetSpec>("type=tap,ifname=vs0").unwrap().name, "vs0");
+        assert!(
+            spec::<ExportSpec>("type=fuse,disk=a,,name=b,mountpoint=/m")
+                .unwrap_err()
+                .contains("\"a,name=b\"")
+        );
+        assert!(spec::<WorkerSpec>("cpu=0").unwrap().name.is_none());
     }
 
     #[test]

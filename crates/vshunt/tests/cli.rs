@@ -126,21 +126,6 @@ fn usage_is_2_and_names_the_key() {
 }
 
 #[test]
-fn no_daemon_is_3() {
-    let dir = tempfile::tempdir().unwrap();
-    let socket = dir.path().join("none");
-    for _ in 0..2 {
-        let (code, _, err) = output(vshunt().arg("-c").arg(&socket).arg("status"));
-        assert_eq!(code, 3);
-        assert!(err.contains("no vshunt answers on") && err.contains("none"), "{err}");
-        // Once there is nothing, once there is a socket that nobody listens on.
-        drop(UnixListener::bind(&socket));
-    }
-    let (code, _, err) = output(vshunt().env("VSHUNT_CONTROL", &socket).args(["worker", "list"]));
-    assert_eq!(code, 3, "{err}");
-}
-
-#[test]
 fn queues_that_never_start_cost_no_descriptors_and_are_one_line() {
     let export = |queues: &str| format!("type=vhost-user-blk,name=vm0,disk=d0,socket=vm0.sock{queues}");
     let start = |queues: &str, more: &[&str]| {
@@ -164,6 +149,21 @@ fn queues_that_never_start_cost_no_descriptors_and_are_one_line() {
     let workers: std::collections::BTreeSet<_> =
         queues.as_array().unwrap().iter().map(|q| q["worker"].as_u64().unwrap()).collect();
     assert_eq!(workers.len(), cpus);
+}
+
+#[test]
+fn no_daemon_is_3() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("none");
+    for _ in 0..2 {
+        let (code, _, err) = output(vshunt().arg("-c").arg(&socket).arg("status"));
+        assert_eq!(code, 3);
+        assert!(err.contains("no vshunt answers on") && err.contains("none"), "{err}");
+        // Once there is nothing, once there is a socket that nobody listens on.
+        drop(UnixListener::bind(&socket));
+    }
+    let (code, _, err) = output(vshunt().env("VSHUNT_CONTROL", &socket).args(["worker", "list"]));
+    assert_eq!(code, 3, "{err}");
 }
 
 #[test]

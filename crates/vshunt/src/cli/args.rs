@@ -13,7 +13,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerKind, WorkerSpec};
 
-use crate::config::args::{LogArgs, SERVE, SERVE_AFTER, ServeArgs};
+use crate::config::args::{LogArgs, MOUNT, MOUNT_AFTER, MountArgs, SERVE, SERVE_AFTER, ServeArgs};
 use crate::image;
 use crate::values::{Cpus, boxed_export, cpus, disk_size, nice, poll_us, spec, worker_name};
 
@@ -35,10 +35,12 @@ Environment:
   VSHUNT_SANDBOX  on, log, off or kill, if --sandbox is not given
 
 Examples:
-  vshunt serve --disk name=d0,file=disk.img \\
-      --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock
+  vshunt serve disk.img
   vshunt status
-  vshunt attach vm0:3 $(vshunt worker new --cpu 2)";
+  vshunt attach disk:3 $(vshunt worker new --cpu 2)
+  vshunt mount disk.qcow2 /tmp/disk
+  vshunt serve --disk name=d0,file=disk.img \\
+      --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock";
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -48,7 +50,8 @@ pub(crate) struct Cli {
     /// Control socket of the daemon
     ///
     /// Without it: $VSHUNT_CONTROL, otherwise /run/vshunt.sock for root and
-    /// $XDG_RUNTIME_DIR/vshunt.sock for other users.
+    /// $XDG_RUNTIME_DIR/vshunt.sock for other users, where /run/user/UID stands in for a missing
+    /// variable.
     #[arg(short, long, global = true, value_name = "SOCKET")]
     pub(crate) control: Option<PathBuf>,
     #[command(flatten)]
@@ -62,6 +65,9 @@ pub(crate) enum Command {
     /// Serve disks and networks until a signal or `vshunt quit` ends it
     #[command(long_about = SERVE, after_long_help = SERVE_AFTER)]
     Serve(Box<ServeArgs>),
+    /// Show the disk in an image as a file of the host
+    #[command(long_about = MOUNT, after_long_help = MOUNT_AFTER)]
+    Mount(Box<MountArgs>),
     /// Show disks, networks, exports, queues and workers
     #[command(after_long_help = STATUS_AFTER)]
     Status(ListArgs),

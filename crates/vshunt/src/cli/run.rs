@@ -31,6 +31,11 @@ pub(super) fn run(cli: Cli) -> Outcome {
             let options = ServeOptions { program: "vshunt", log: cli.log, ends_with: None };
             serve(config::setup(control, *args)?, &options)
         }
+        Command::Mount(args) => {
+            let setup = config::mount(control, *args)?;
+            let ends_with = setup.images.first().cloned();
+            serve(setup, &ServeOptions { program: "vshunt", log: cli.log, ends_with })
+        }
         Command::Status(args) => status(&mut connect()?, args),
         Command::Worker(command) => worker(&mut connect()?, command),
         Command::Attach(args) => attach(&mut connect()?, args),

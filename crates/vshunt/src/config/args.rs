@@ -49,6 +49,19 @@ A list of keys is key=value,key=value. A comma inside a value is written `,,`. A
 on|off|yes|no|true|false. Sizes take K, M, G, T, P and E, powers of 1024.";
 
 pub(crate) const SERVE_AFTER: &str = "\
+Images:
+  For each FILE there is a disk and a vhost-user-blk export. Both have the name
+  of the file without its ending. If it is taken, -2, -3 and so on is added.
+  The socket is NAME.sock in /run/vshunt, for users other than root in
+  $XDG_RUNTIME_DIR/vshunt. The folder is made with mode 0700.
+  The format is qcow2 or raw, as the file begins. A file that begins like
+  another format is refused. So is a qcow2 image with a backing or data file
+  and a name that does not end with .qcow2: a guest may have written that into
+  a raw image. --disk and --export with format= serve such files.
+  A file that cannot be written is served read-only, with a warning.
+  Unless -q is given, the lines to paste for QEMU, libvirt and Cloud Hypervisor
+  are printed on stdout when the sockets are ready.
+
 Disk keys:
   name, file, size, readonly=on|off
   format=raw|qcow2|null|ram
@@ -148,6 +161,7 @@ Socket activation:
   socket. A socket with the name `metrics` is for metrics.
 
 Examples:
+  vshunt serve disk.img
   vshunt serve --disk name=d0,file=disk.img \\
       --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock
   vshunt serve --net type=tap,name=n0,ifname=vs0 \\
@@ -162,6 +176,12 @@ Examples:
 
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct ServeArgs {
+    /// Images to serve to VMMs, each with default settings: see Images below
+    #[arg(value_name = "FILE")]
+    pub(crate) images: Vec<PathBuf>,
+    /// Refuse writes to the images
+    #[arg(long, requires = "images")]
+    pub(crate) read_only: bool,
     /// A disk; may be repeated
     #[arg(long = "disk", value_name = "KEY=VALUE,…", value_parser = spec::<DiskSpec>)]
     pub(crate) disks: Vec<DiskSpec>,
@@ -194,6 +214,42 @@ pub(crate) struct ServeArgs {
     /// Write the process id to a file, once everything is served
     #[arg(long, value_name = "FILE")]
     pub(crate) pidfile: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
+}
+
+pub(crate) const MOUNT: &str = "\
+Show the disk in an image as a file of the host, until Ctrl-C.
+
+The contents of the image are mounted over FILE with FUSE. A missing FILE is made, and removed at the end. \
+Without it, the file is NAME.raw in /run/vshunt, for users other than root in $XDG_RUNTIME_DIR/vshunt, where \
+NAME is that of the image without its ending. The path of the file is printed on stdout when it is mounted.
+
+The file can be written if the image can. Ctrl-C, a signal, `vshunt quit` or `umount FILE` ends the program. Stop \
+the programs that use the file first (`umount` of a loop mount, for example): they get errors.
+
+The format is found as by `vshunt serve FILE`. The control socket is that of `vshunt serve`. If another daemon \
+answers there, this one has none unless --control is given.";
+
+pub(crate) const MOUNT_AFTER: &str = "\
+Examples:
+  vshunt mount disk.qcow2
+  vshunt mount disk.qcow2 /tmp/disk & sleep 1; fdisk -l /tmp/disk
+  vshunt mount --read-only disk.img | (read file; fdisk -l $file)";
+
+/// The arguments of `vshunt mount`.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct MountArgs {
+    /// The image
+    pub(crate) image: PathBuf,
+    /// The file to mount over
+    pub(crate) file: Option<PathBuf>,
+    /// Refuse writes
+    #[arg(long)]
+    pub(crate) read_only: bool,
+    /// Have no control socket
+    #[arg(long, conflicts_with = "control")]
+    pub(crate) no_control: bool,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
 }

@@ -84,7 +84,7 @@ fn paths(setup: &Setup) -> Vec<Rule> {
     }
     let control = match &setup.control {
         Control::At(path) => Some(path.clone()),
-        Control::Default => control_path(None),
+        Control::Default | Control::IfFree => control_path(None),
         Control::Off => None,
     };
     let metrics = match &setup.metrics {
