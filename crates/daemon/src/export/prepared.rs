@@ -145,7 +145,7 @@ impl Prepared {
 /// Fills in the number of virtqueues of a disk, and returns it.
 ///
 /// A VMM refuses to start if it is asked for more queues than the back end has. Therefore the
-/// default is as many as no guest exceeds: a queue that never starts takes some hundred bytes, and
+/// default is as many as no guest exceeds: a queue that never starts takes about 1 KiB, and
 /// no descriptor. With `workers=per-queue`, the number of workers is then that of the CPUs, and the
 /// queues are distributed over them in turn.
 ///

@@ -76,10 +76,11 @@ fn qemu(sockets: &[&Path], cpus: usize) -> String {
         let _ = write!(
             text,
             " \\\n    -chardev {} \\\n    -device vhost-user-blk-pci,chardev=vd{at},num-queues={cpus}",
-            quoted(&format!("socket,id=vd{at},path={path},reconnect=1"))
+            quoted(&format!("socket,id=vd{at},path={path}"))
         );
     }
-    text + "\n"
+    // The key has another name since QEMU 9.2, and each version refuses one of the two.
+    text + "\n  To survive a restart of vshunt: -chardev …,reconnect=1 (since QEMU 9.2 reconnect-ms=1000)\n"
 }
 
 fn libvirt(sockets: &[&Path], cpus: usize) -> String {
@@ -163,8 +164,9 @@ mod tests {
 QEMU:
   qemu-system-x86_64 -accel kvm -accel tcg -smp 2 -m 4G \\
     -object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem \\
-    -chardev socket,id=vd0,path=/run/vshunt/disk.sock,reconnect=1 \\
+    -chardev socket,id=vd0,path=/run/vshunt/disk.sock \\
     -device vhost-user-blk-pci,chardev=vd0,num-queues=2
+  To survive a restart of vshunt: -chardev …,reconnect=1 (since QEMU 9.2 reconnect-ms=1000)
 
 libvirt, in <domain>:
   <memoryBacking>
@@ -196,7 +198,7 @@ Cloud Hypervisor:
         let setup = setup(&["/a b/c,d/it's<&>.sock"]);
         let text = lines(&setup.exports.iter().collect::<Vec<_>>(), 1);
         for want in [
-            r"-chardev 'socket,id=vd0,path=/a b/c,,d/it'\''s<&>.sock,reconnect=1' \",
+            r"-chardev 'socket,id=vd0,path=/a b/c,,d/it'\''s<&>.sock' \",
             "path='/a b/c,d/it&apos;s&lt;&amp;&gt;.sock'",
             r#"--disk 'vhost_user=true,socket="/a b/c,d/it'\''s<&>.sock",num_queues=1,queue_size=128'"#,
         ] {
