@@ -4,7 +4,9 @@
 images is compared with QEMU's own copy.
 """
 
+import json
 import os
+import re
 import subprocess
 
 import pytest
@@ -215,3 +217,40 @@ class TestCopies:
         ):
             r.message_of(both.ours("convert", *arguments, check=False), *words)
             r.require(not (both.dir / "out").exists(), f"{arguments} left a file behind")
+
+    def test_says_how_fast_it_was(self, rand):
+        """A line at the end; progress on request, also of compressed clusters; nothing with -q."""
+        both = self.both
+        (both.dir / "loud.raw").write_bytes(b"all work and no play\n" * (64 * MIB // 21) + rand.randbytes(8 * MIB))
+        size = os.stat(both.dir / "loud.raw").st_size // 512 * 512 + 512
+        for more in ([], ["-c"]):
+            done = both.ours("convert", *more, "-O", "qcow2", "loud.raw", "loud")
+            line = rf"Copied 72 MiB \({size} bytes\) in \d+\.\d{{3}} s, [0-9.]+ [KMG]iB/s\n"
+            r.require(re.fullmatch(line, done.stdout) and not done.stderr, f"{more}: {done}")
+            done = both.ours("convert", "-p", *more, "-O", "qcow2", "loud.raw", "loud")
+            lines = done.stderr.splitlines()
+            shown = r"converting: [0-9.]+ %, [0-9.]+ [KM]?i?B of 72 MiB, [0-9.]+ [KMG]?i?B/s, (\d+:\d\d:\d\d|unknown time) left"
+            r.require(lines and all(re.fullmatch(shown, x) for x in lines), f"{more}: {done}")
+            r.require(" 100.0 %, 72 MiB of" in lines[-1], f"{more}: {done}")
+            done = both.ours("-q", "convert", "-p", *more, "-O", "qcow2", "loud.raw", "loud")
+            r.require(not done.stdout + done.stderr, f"-q: {done}")
+
+    def test_the_last_of_several_options_wins(self, rand):
+        both = self.both
+        self.contents(rand, "plain2.raw", MIB)
+        options = ["-o", "cluster_size=4k,compat=0.10", "-o", "cluster_size=128k", "-o", "compat=1.1,cluster_size=32k"]
+        for run in (both.ours, both.theirs):
+            run("convert", "-O", "qcow2", *options, "plain2.raw", "last")
+            found = json.loads(both.ours("info", "--output=json", "last").stdout)
+            r.require((found["cluster-size"], found["format-specific"]["data"]["compat"]) == (32768, "1.1"), found)
+        both.ours("create", "-q", "-f", "qcow2", "-o", "data_file=a", "-o", "data_file=b,,c", "comma", "1M")
+        r.require((both.dir / "b,c").exists() and not (both.dir / "a").exists(), "the name of the data file")
+
+    def test_help_lists_the_options_of_the_format(self):
+        both = self.both
+        for command in (["convert", "a", "b", "-O"], ["create", "a", "-f"], ["measure", "-O"]):
+            for word in ("help", "?", "compat=v3,help"):
+                text = both.ours(*command, "qcow2", "-o", word).stdout
+                r.require("cluster_size" in text and "Options of raw" not in text, text)
+                text = both.ours(*command, "raw", "-o", word).stdout
+                r.require("preallocation" in text and "cluster_size" not in text, text)

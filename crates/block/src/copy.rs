@@ -170,6 +170,8 @@ struct CopySlot {
     range: Range<u64>,
     /// Start of the next write, bytes.
     at: u64,
+    /// End of the part that counts as done, bytes.
+    counted: u64,
     stage: Stage,
     /// Whether all of it is zeroes, which was known without a read.
     zero: bool,
@@ -208,6 +210,7 @@ impl CopyQueue {
             blocks: 0..0,
             range: 0..0,
             at: 0,
+            counted: 0,
             stage: Stage::Write,
             zero: false,
         };
@@ -254,7 +257,7 @@ impl CopyQueue {
         self.copy.old_data_writes.fetch_add(1, Relaxed);
         let index = self.free.pop().expect("the caller looked");
         let slot = &mut self.slots[index as usize];
-        (slot.range, slot.at, slot.zero) = (old.bytes(), old.offset(), false);
+        (slot.range, slot.at, slot.counted, slot.zero) = (old.bytes(), old.offset(), old.offset(), false);
         slot.bytes = Bytes::OldData(old);
         self.write(uring, place, index);
         true
@@ -288,7 +291,8 @@ impl CopyQueue {
         let slot = &mut self.slots[index as usize];
         slot.io.reset(Op::Seek { own: false }, range.start, false);
         slot.io.request.len = len;
-        (slot.at, slot.range, slot.blocks, slot.zero) = (range.start, range, blocks, false);
+        (slot.at, slot.counted) = (range.start, range.start);
+        (slot.range, slot.blocks, slot.zero) = (range, blocks, false);
         slot.bytes = Bytes::Chunk(buf);
         slot.stage = Stage::Seek;
         let handle = self.source.as_ref().expect("armed");
@@ -317,9 +321,10 @@ impl CopyQueue {
     fn write(&mut self, uring: &mut Uring, place: Token, index: u16) {
         loop {
             let slot = &mut self.slots[index as usize];
+            // After each part, since to compress a whole chunk takes long.
+            self.copy.done.fetch_add(slot.at - slot.counted, Relaxed);
+            slot.counted = slot.at;
             if slot.at == slot.range.end {
-                let len = slot.range.end - slot.range.start;
-                self.copy.done.fetch_add(len, Relaxed);
                 QueueStats::add(&self.stats.requests, 1);
                 self.free_slot(uring, index);
                 return;

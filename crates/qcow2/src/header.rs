@@ -536,7 +536,9 @@ impl Header {
 fn feature(line: &[u8]) -> (u8, u8, String) {
     let [kind, bit, name @ ..] = line else { return Default::default() };
     let name = name.split(|b| *b == 0).next().unwrap_or_default();
-    (*kind, *bit, String::from_utf8_lossy(name).into_owned())
+    // The name goes to terminals, and the image is not trusted.
+    let name = String::from_utf8_lossy(name).replace(char::is_control, "?");
+    (*kind, *bit, name)
 }
 
 /// Returns the feature name table that is written, with all known features.

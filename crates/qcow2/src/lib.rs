@@ -52,6 +52,7 @@ pub mod info;
 pub mod journal;
 mod lock;
 mod map;
+pub mod measure;
 pub mod memory;
 mod overlap;
 pub mod refcount;
@@ -59,6 +60,7 @@ mod request;
 pub mod resize;
 mod served;
 pub mod snapshot;
+pub mod status;
 mod storage;
 mod sync;
 #[cfg(test)]

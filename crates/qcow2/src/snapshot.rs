@@ -157,6 +157,15 @@ fn find(image: &Image<'_>, which: &str) -> Result<(Vec<Snapshot>, usize)> {
     at.map(|at| (list, at)).ok_or_else(|| missing(which))
 }
 
+/// Returns the snapshot with this id or name.
+///
+/// # Errors
+/// There is none; those of [`read_table`].
+pub(crate) fn named(image: &Image<'_>, which: &str) -> Result<Snapshot> {
+    let (mut list, at) = find(image, which)?;
+    Ok(list.swap_remove(at))
+}
+
 /// Writes the table of `list`, which is then in `header`, and frees the old one.
 fn replace_table(change: &mut Change<'_, '_>, list: &[Snapshot], header: &mut Header) -> Result<()> {
     let (_, bytes) = read_table(change.image)?;

@@ -2,14 +2,19 @@
 //!
 //! The commands run in this process, without a daemon. They lock the image as QEMU does.
 
+mod access;
 mod args;
 mod bitmap;
+mod chain;
 mod check;
+mod compare;
 mod convert;
 mod create;
 mod file;
 mod info;
 mod journal;
+mod map;
+mod measure;
 mod progress;
 mod resize;
 mod snapshot;
@@ -40,6 +45,9 @@ pub(crate) fn run(command: ImageCommand, quiet: bool) -> Outcome {
         ImageCommand::Create(args) => create::run(*args, quiet),
         ImageCommand::Convert(args) => convert::run(*args, quiet),
         ImageCommand::Info(args) => info::run(&args),
+        ImageCommand::Map(args) => map::run(&args),
+        ImageCommand::Measure(args) => measure::run(&args),
+        ImageCommand::Compare(args) => compare::run(&args, quiet),
         ImageCommand::Check(args) => check::run(&args, quiet),
         ImageCommand::Resize(args) => resize::run(&args, quiet),
         ImageCommand::Snapshot(args) => snapshot::run(&args, quiet),

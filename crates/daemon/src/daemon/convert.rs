@@ -103,6 +103,7 @@ fn run(copy: &Arc<Copy>, size: u64, progress: &mut dyn FnMut(u64, u64)) -> Resul
         std::thread::park_timeout(LOOK_EVERY);
         progress(copy.done.load(Relaxed), size);
     }
+    progress(copy.done.load(Relaxed), size);
     for index in 0..set.len() {
         drop(set.stop(index));
     }

@@ -1,5 +1,10 @@
 //! The command line of `vshunt image`.
 
+mod examine;
+
+use self::examine::{COMPARE_AFTER, MAP_AFTER, MEASURE_AFTER};
+pub(crate) use self::examine::{CompareArgs, MapArgs, MeasureArgs};
+
 use std::path::PathBuf;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -11,14 +16,17 @@ use crate::keyval::parse_size;
 
 pub(crate) const AFTER: &str = "\
 Exit status:
-  As for every command (vshunt --help). `check` and `convert` have codes of
-  their own: see vshunt image check --help and vshunt image convert --help.
+  As for every command (vshunt --help). `check`, `compare` and `convert` have
+  codes of their own: see for example vshunt image check --help.
 
 Examples:
   vshunt image create -f qcow2 disk.qcow2 20G
   vshunt image create -f qcow2 -b base.qcow2 -F qcow2 overlay.qcow2
   vshunt image convert -O qcow2 -c disk.raw disk.qcow2
   vshunt image info --output=json disk.qcow2
+  vshunt image map disk.qcow2
+  vshunt image measure -O qcow2 disk.raw
+  vshunt image compare disk.raw disk.qcow2
   vshunt image check -r all disk.qcow2
   vshunt image resize disk.qcow2 +10G
   vshunt image snapshot -c before-update disk.qcow2
@@ -46,6 +54,15 @@ pub(crate) enum ImageCommand {
     /// Describe an image
     #[command(after_long_help = INFO_AFTER)]
     Info(InfoArgs),
+    /// Show where the contents of a disk are in its image and in the images below
+    #[command(after_long_help = MAP_AFTER)]
+    Map(MapArgs),
+    /// Show how much space a copy of an image needs
+    #[command(after_long_help = MEASURE_AFTER)]
+    Measure(MeasureArgs),
+    /// Compare what a guest reads from two images
+    #[command(after_long_help = COMPARE_AFTER)]
+    Compare(CompareArgs),
     /// Check an image, and repair it
     #[command(after_long_help = CHECK_AFTER)]
     Check(CheckArgs),
@@ -94,7 +111,9 @@ Examples:
 
 const CONVERT_AFTER: &str = "\
 Zeroes take no space in the new image. The contents of backing files are copied,
-and the new image has no backing file.
+and the new image has no backing file. With -n, zeroes are written where the
+source reads as zeroes, and the target keeps its space and its options.
+At the end there is a line with bytes, seconds and rate, unless -q is given.
 
 An image whose vshunt was killed is copied with the changes in its map journal. If
 the journal is missing, or belongs to another state of the image, there is a
@@ -147,14 +166,22 @@ Examples:
   vshunt image check -r leaks disk.qcow2
   vshunt image check --output=json disk.qcow2";
 
-/// Returns the output of `create -o help`: the part of the help with the options.
-pub(super) fn create_options() -> &'static str {
-    CREATE_AFTER.split_once("\n\nNames").map_or(CREATE_AFTER, |(options, _)| options)
+/// Returns the output of `-o help` for a format: the part of the help with its options.
+pub(super) fn create_options(format: ImageFormat) -> &'static str {
+    let options = CREATE_AFTER.split_once("\n\nNames").map_or(CREATE_AFTER, |(options, _)| options);
+    let of_raw = options.find(RAW_OPTIONS).unwrap_or(options.len());
+    match format {
+        ImageFormat::Qcow2 => &options[..of_raw],
+        ImageFormat::Raw => &options[of_raw..],
+    }
 }
+
+/// The line above the options of format raw.
+const RAW_OPTIONS: &str = "Options of raw:";
 
 /// The form of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum Output {
+pub(crate) enum Output {
     Human,
     Json,
 }
@@ -184,7 +211,7 @@ pub(crate) struct CreateArgs {
     /// Do not open the backing file
     #[arg(short = 'u', long)]
     pub(super) unsafe_backing: bool,
-    /// Options of the format; may be repeated
+    /// Options of the format; may be repeated, `-o help` lists them
     #[arg(short, value_name = "NAME=VALUE,…")]
     pub(super) options: Vec<String>,
     /// The image
@@ -202,12 +229,15 @@ pub(crate) struct ConvertArgs {
     /// Format of the new image
     #[arg(short = 'O', long, default_value = "raw", value_parser = format())]
     pub(super) output_format: ImageFormat,
-    /// Options of the format of the new image, as for `create`; may be repeated
+    /// Options of the new image, as for `create`; may be repeated, `-o help` lists them
     #[arg(short, value_name = "NAME=VALUE,…")]
     pub(super) options: Vec<String>,
     /// Write compressed clusters (qcow2)
     #[arg(short)]
     pub(super) compress: bool,
+    /// Show the progress, also if stderr is not a terminal
+    #[arg(short, long)]
+    pub(super) progress: bool,
     /// Write to an existing image of the same size
     #[arg(short = 'n', conflicts_with = "options")]
     pub(super) no_create: bool,

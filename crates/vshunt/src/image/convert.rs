@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use vshunt_daemon::ToConvert;
 use vshunt_types::spec::{DiskSpec, Format};
@@ -9,9 +10,9 @@ use vshunt_types::spec::{DiskSpec, Format};
 use super::args::{ConvertArgs, CreateArgs};
 use super::file::{For, ImageFile};
 use super::info::beside;
-use super::progress::Bar;
+use super::progress::{Bar, summary};
 use super::{ImageFormat, create, failed};
-use crate::outcome::{Failure, Outcome};
+use crate::outcome::{Failure, Outcome, print};
 
 /// The most images of a chain that are examined. Opening a longer chain fails.
 const CHAIN_MAX: usize = 256;
@@ -20,7 +21,7 @@ const LACKS: u8 = 3;
 
 pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     if create::is_help(&args.options) {
-        return create::help();
+        return create::help(args.output_format);
     }
     if args.compress && args.output_format == ImageFormat::Raw {
         return Err(Failure::Usage(
@@ -64,7 +65,7 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
         create::run(create, true)?;
     }
     let fresh = !args.no_create && !args.to.metadata().is_ok_and(|m| !m.is_file());
-    let mut bar = Bar::new("converting", quiet);
+    let (mut bar, start) = (Bar::bytes("converting", quiet, args.progress), Instant::now());
     let done = source.to(&to, args.compress, fresh, &mut |done, all| bar.set(done, all));
     drop(bar);
     done.map_err(|e| {
@@ -75,6 +76,9 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
         }
         Failure::Failed(e.to_string())
     })?;
+    if !quiet {
+        print(&summary("Copied", size, start.elapsed()))?;
+    }
     match readings.iter().any(|reading| reading.lost_writes) {
         true => Err(Failure::Status(LACKS)),
         false => Ok(()),

@@ -55,17 +55,17 @@ enum Type {
 
 /// Returns whether `-o` is a request for the list of options.
 pub(super) fn is_help(options: &[String]) -> bool {
-    options.iter().any(|o| o == "help" || o == "?")
+    options.iter().flat_map(|o| o.split(',')).any(|o| o == "help" || o == "?")
 }
 
 /// Prints the list of options, as in the help.
-pub(super) fn help() -> Outcome {
-    print(&format!("{}\n", super::args::create_options()))
+pub(super) fn help(format: ImageFormat) -> Outcome {
+    print(&format!("{}\n", super::args::create_options(format).trim_end()))
 }
 
 pub(super) fn run(args: CreateArgs, quiet: bool) -> Outcome {
     if is_help(&args.options) {
-        return help();
+        return help(args.format);
     }
     let wanted = wanted(&args)?;
     match args.format {
@@ -92,10 +92,91 @@ pub(super) fn data_file(options: &[String], image: &Path) -> Outcome<Option<Path
 }
 
 fn parsed(options: &[String]) -> Outcome<Wanted> {
-    let text = options.join(",");
+    let text = last_of_each(&options.join(","));
     match options.is_empty() {
         true => Ok(Wanted::default()),
         false => keyval::parse(&text).map_err(|e| Failure::Usage(format!("-o {text}: {e}"))),
+    }
+}
+
+/// Returns a list of options without those that a later one with the same name replaces.
+pub(super) fn last_of_each(text: &str) -> String {
+    let mut list: Vec<String> = Vec::new();
+    // A value may contain `,,`, which is a comma.
+    for part in text.replace(",,", "\0").split(',') {
+        let name = |option: &str| option.split('=').next().map(str::to_owned);
+        list.retain(|old| name(old) != name(part));
+        list.push(part.to_owned());
+    }
+    list.join(",").replace('\0', ",,")
+}
+
+/// Parses the options `-o` for an image of format raw that is not made.
+pub(super) fn raw_options(options: &[String]) -> Outcome {
+    if parsed(options)?.of_qcow2() { Err(only_raw()) } else { Ok(()) }
+}
+
+/// Parses the options `-o` for a qcow2 image of `size` bytes that is not made. The backing file
+/// need not exist.
+pub(super) fn qcow2_options(options: &[String], size: u64) -> Outcome<Options> {
+    let w = parsed(options)?;
+    let backing = w.backing_file.clone().map(|name| (name, w.backing_fmt.clone().unwrap_or_default()));
+    w.options(size, backing)
+}
+
+fn only_raw() -> Failure {
+    Failure::Usage(
+        "format raw has the options size and preallocation=off|falloc|full; give the format qcow2 for others"
+            .into(),
+    )
+}
+
+impl Wanted {
+    /// Returns whether there are options that format raw does not have.
+    fn of_qcow2(&self) -> bool {
+        self.compat.is_some()
+            || self.cluster_size.is_some()
+            || self.refcount_bits.is_some()
+            || self.extended_l2.is_some()
+            || self.lazy_refcounts.is_some()
+            || self.backing_file.is_some()
+            || self.data_file.is_some()
+            || self.data_file_raw.is_some()
+            || self.compression_type.is_some()
+            || self.preallocation == Some(Mode::Metadata)
+    }
+
+    /// Returns the options of a qcow2 image.
+    fn options(self, size: u64, backing: Option<(String, String)>) -> Outcome<Options> {
+        let version = match self.compat.as_deref() {
+            None | Some("1.1" | "v3") => 3,
+            Some("0.10" | "v2") => 2,
+            Some(other) => {
+                return Err(Failure::Usage(format!("compat={other} is neither 0.10 nor 1.1")));
+            }
+        };
+        if self.data_file.is_none() && self.data_file_raw.is_some() {
+            return Err(Failure::Usage(
+                "data_file_raw without data_file; give the name of the data file too".into(),
+            ));
+        }
+        let raw = self.data_file_raw.unwrap_or(false);
+        let defaults = Options::new(size);
+        Ok(Options {
+            version,
+            size,
+            cluster_size: self.cluster_size.unwrap_or(defaults.cluster_size),
+            refcount_bits: self.refcount_bits.unwrap_or(defaults.refcount_bits),
+            extended_l2: self.extended_l2.unwrap_or(false),
+            lazy_refcounts: self.lazy_refcounts.unwrap_or(false),
+            compression: match self.compression_type {
+                Some(Type::Zstd) => Compression::Zstd,
+                _ => Compression::Zlib,
+            },
+            backing,
+            data_file: self.data_file.map(|name| DataFile { name, raw }),
+            preallocation: self.preallocation.unwrap_or(Mode::Off).preallocation(),
+        })
     }
 }
 
@@ -130,21 +211,8 @@ fn no_size(path: &Path) -> Failure {
 
 fn raw(args: &CreateArgs, w: &Wanted, quiet: bool) -> Outcome {
     let path = &args.file;
-    let of_qcow2 = w.compat.is_some()
-        || w.cluster_size.is_some()
-        || w.refcount_bits.is_some()
-        || w.extended_l2.is_some()
-        || w.lazy_refcounts.is_some()
-        || w.backing_file.is_some()
-        || w.data_file.is_some()
-        || w.data_file_raw.is_some()
-        || w.compression_type.is_some()
-        || w.preallocation == Some(Mode::Metadata);
-    if of_qcow2 {
-        return Err(Failure::Usage(
-            "format raw has the options size and preallocation=off|falloc|full; give -f qcow2 for others"
-                .into(),
-        ));
+    if w.of_qcow2() {
+        return Err(only_raw());
     }
     let size = w.size.ok_or_else(|| no_size(path))?.next_multiple_of(512);
     if !quiet {
@@ -190,7 +258,7 @@ fn remove(path: &Path, new: bool) {
 
 fn qcow2(args: &CreateArgs, w: Wanted, quiet: bool) -> Outcome {
     let path = &args.file;
-    let backing = match (w.backing_file, w.backing_fmt) {
+    let backing = match (w.backing_file.clone(), w.backing_fmt.clone()) {
         (None, _) => None,
         (Some(_), None) => {
             return Err(Failure::Usage(
@@ -208,33 +276,7 @@ fn qcow2(args: &CreateArgs, w: Wanted, quiet: bool) -> Outcome {
     if let (Some(_), Some((name, format)), false) = (w.size, &backing, args.unsafe_backing) {
         backing_size(path, name, format)?;
     }
-    let version = match w.compat.as_deref() {
-        None | Some("1.1" | "v3") => 3,
-        Some("0.10" | "v2") => 2,
-        Some(other) => return Err(Failure::Usage(format!("compat={other} is neither 0.10 nor 1.1"))),
-    };
-    if w.data_file.is_none() && w.data_file_raw.is_some() {
-        return Err(Failure::Usage(
-            "data_file_raw without data_file; give the name of the data file too".into(),
-        ));
-    }
-    let raw = w.data_file_raw.unwrap_or(false);
-    let defaults = Options::new(size);
-    let options = Options {
-        version,
-        size,
-        cluster_size: w.cluster_size.unwrap_or(defaults.cluster_size),
-        refcount_bits: w.refcount_bits.unwrap_or(defaults.refcount_bits),
-        extended_l2: w.extended_l2.unwrap_or(false),
-        lazy_refcounts: w.lazy_refcounts.unwrap_or(false),
-        compression: match w.compression_type {
-            Some(Type::Zstd) => Compression::Zstd,
-            _ => Compression::Zlib,
-        },
-        backing,
-        data_file: w.data_file.map(|name| DataFile { name, raw }),
-        preallocation: w.preallocation.unwrap_or(Mode::Off).preallocation(),
-    };
+    let options = w.options(size, backing)?;
     options.check().map_err(|e| Failure::Usage(e.to_string()))?;
     make(path, &options, quiet)
 }

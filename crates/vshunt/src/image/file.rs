@@ -167,6 +167,28 @@ impl ImageFile {
         Ok(self.file.metadata()?.blocks() * 512)
     }
 
+    /// Returns whether the file has a hole at `offset`, and for how many bytes (at most `len`) the
+    /// answer holds. A device has none; all behind the end of a file is one.
+    pub(super) fn run(&self, offset: u64, len: u64) -> io::Result<(bool, u64)> {
+        use rustix::fs::{SeekFrom, seek};
+        if self.device {
+            return Ok((false, len));
+        }
+        let from = |at: u64| at.saturating_sub(offset).clamp(1, len);
+        match seek(&self.file, SeekFrom::Data(offset)) {
+            Ok(data) if data > offset => Ok((true, from(data))),
+            Ok(_) => match seek(&self.file, SeekFrom::Hole(offset)) {
+                Ok(hole) => Ok((false, from(hole))),
+                Err(Errno::NXIO) => Ok((true, len)),
+                Err(_) => Ok((false, len)),
+            },
+            Err(Errno::NXIO) => Ok((true, len)),
+            // The file system knows no holes.
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok((false, len)),
+            Err(e) => Err(e.into()),
+        }
+    }
+
     fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
         const PIECE: u64 = 1 << 20;
         let zeroes = vec![0; PIECE.min(len) as usize];
