@@ -57,8 +57,11 @@ fn sections(text: &str) -> String {
         let heading = line.strip_suffix(':').filter(|h| !h.starts_with(' '));
         let line = match heading {
             Some(heading) => format!(".fi\n.SH {}\n.nf", heading.to_uppercase()),
-            // Every other line that is not empty has an indent, so troff reads none as a request.
-            None => line.replace('\\', "\\e").replace('-', "\\-"),
+            None => {
+                let text = line.replace('\\', "\\e").replace('-', "\\-");
+                // troff reads a line that starts with one of these as a request, and drops it.
+                if text.starts_with(['.', '\'']) { format!("\\&{text}") } else { text }
+            }
         };
         let _ = writeln!(out, "{line}");
     }
@@ -97,6 +100,15 @@ mod tests {
         assert!(main.contains(".SH EXIT STATUS") && main.contains("no daemon answers"));
         assert!(!main.contains(".SH EXTRA"));
         assert!(!dir.path().join("vshunt-help.1").exists());
+    }
+
+    #[test]
+    fn a_line_that_starts_like_a_request_is_text() {
+        let page = sections("Notes:\n'vshunt image' lists them.\n.x\nExamples:\n  vshunt status\n");
+        assert_eq!(
+            page,
+            ".fi\n.SH NOTES\n.nf\n\\&'vshunt image' lists them.\n\\&.x\n.fi\n.SH EXAMPLES\n.nf\n  vshunt status\n.fi\n"
+        );
     }
 
     #[test]
