@@ -6,7 +6,7 @@ CARGO   ?= cargo
 export CARGO
 
 .DEFAULT_GOAL := help
-.PHONY: help build run check test test-kernel bench lint soak fuzz docs reference install clean
+.PHONY: help build run check test test-kernel bench lint soak fuzz docs reference install deb clean
 
 help: ## what there is
 	@echo 'vshunt: virtual disks served by many queues and many workers'
@@ -48,6 +48,9 @@ reference: ## docs/reference, made from the tables in code
 
 install: build ## programs, man pages, completions, units; PREFIX=/usr/local DESTDIR=
 	PREFIX=$(PREFIX) DESTDIR=$(DESTDIR) scripts/install
+
+deb: build ## Debian packages of the programs and of the kernel module's source, in target/deb
+	scripts/deb
 
 clean: ## remove what was built
 	$(CARGO) clean

@@ -22,6 +22,7 @@ MARKS = {
     "net": ("root",),
     "net-load": ("root",),
     "neighbour": ("serial",),
+    "packages": ("root", "slow"),
     "guest": ("vm", "slow"),
     "guest-kill": ("vm", "slow"),
     "vmm-kill": ("vm", "slow"),
@@ -34,7 +35,10 @@ MARKS = {
 # Folders that take longest, so that a run with several processes starts with them. Those with few
 # long tests come before those with many short ones: a process takes its next tests while its last
 # two have not ended yet.
-LONGEST = ("kernel", "kernel-relay", "kernel-net", "fuse", "net", "guest", "guest-kill", "vmm-kill", "kill9", "qcow2", "backup", "snapshot", "image")
+LONGEST = (
+    *("kernel", "kernel-relay", "kernel-net", "fuse", "net", "guest", "guest-kill", "vmm-kill", "kill9"),
+    *("qcow2", "backup", "packages", "snapshot", "image"),
+)
 
 # Folders that stay on one process together: they build the kernel module in the same place.
 TOGETHER = {"kernel-relay": "kernel", "kernel-net": "kernel"}

@@ -118,7 +118,7 @@ def test_make_install(rig):
         *("usr/bin/vshunt", "usr/bin/vshunt-bench", "usr/libexec/vshunt-blk", "usr/share/man/man1/vshunt.1"),
         *("usr/libexec/vshunt-net", "usr/share/man/man1/vshunt-net.1", "usr/share/qemu/vhost-user/50-vshunt-net.json"),
         *("usr/share/man/man1/vshunt-blk.1", "usr/share/bash-completion/completions/vshunt"),
-        *("usr/lib/systemd/system/vshunt.service", "usr/lib/systemd/system/vshunt.socket"),
+        *("usr/lib/systemd/system/vshunt.service", "usr/lib/systemd/system/vshunt.socket", "usr/lib/systemd/system/vshunt@.service"),
         *("usr/share/qemu/vhost-user/50-vshunt-blk.json", "usr/share/doc/vshunt/examples/vshunt.toml"),
     ):
         r.require((stage / place).exists(), f"{place} was not installed")

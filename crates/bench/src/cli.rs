@@ -4,12 +4,12 @@ mod kernel;
 mod net;
 mod tap;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 
 use crate::report::{Live, Rings, Summary};
 use crate::stop;
@@ -63,6 +63,9 @@ enum Command {
     /// started this project
     #[command(after_help = tap::EXAMPLES)]
     Tap(tap::TapArgs),
+    /// Write the man pages into a directory
+    #[command(hide = true)]
+    Man { directory: PathBuf },
 }
 
 /// Returns a parser for the access patterns by name.
@@ -242,6 +245,13 @@ struct WorkersArgs {
     json: bool,
 }
 
+/// Writes a page for each command: vshunt-bench.1, vshunt-bench-blk.1, …
+fn write_man(directory: &Path) -> Result<()> {
+    let command = Cli::command().name("vshunt-bench").disable_help_subcommand(true);
+    clap_mangen::generate_to(command, directory)
+        .map_err(|e| fail!(System, "cannot write man pages to {}: {e}", directory.display()))
+}
+
 /// Runs the program.
 pub fn main() -> ExitCode {
     let result = match Cli::parse().command {
@@ -251,6 +261,7 @@ pub fn main() -> ExitCode {
         Command::Workers(args) => compare_workers(args),
         Command::Net(args) => net::run(&args),
         Command::Tap(args) => tap::run(&args),
+        Command::Man { directory } => write_man(&directory),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,0 +1,148 @@
+"""A Debian root with systemd, booted in a container: systemd-nspawn on an overlay over a root that debootstrap made.
+
+The root below is made once for each suite, in the cache, from the mirror that this machine's apt has. What a test writes is in
+its own folder and goes with it.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import uuid
+from pathlib import Path
+
+import rig as r
+
+CACHE = Path(os.environ.get("VSHUNT_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vshunt")
+# What a minimal root lacks of an ordinary machine.
+INCLUDE = "systemd,systemd-sysv,dbus,udev"
+MAKE_S = 600
+BOOT_S = 120
+
+
+def mirror():
+    """The Debian mirror of this machine."""
+    places = [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]
+    text = "\n".join(p.read_text(encoding="utf-8") for p in places if p.suffix in (".list", ".sources"))
+    found = re.search(r"^(?:URIs: *|deb (?:\[[^]]*\] )?)(\S+/debian/?)(?:\s|$)", text, re.MULTILINE)
+    if not found:
+        raise r.Skipped("apt has no Debian mirror configured, so there is none to take a root from")
+    return found[1]
+
+
+def base(suite):
+    """The folder of the root of a suite, which nobody may write."""
+    debootstrap = r.tool("debootstrap", "debootstrap")
+    folder = CACHE / "debian" / suite
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / "lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder
+        # It has its name once it is whole.
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        argv = [debootstrap, "--variant=minbase", f"--include={INCLUDE}", suite, part, mirror()]
+        done = r.run(argv, timeout_s=MAKE_S, check=False)
+        if done.returncode:
+            raise r.Skipped(f"debootstrap cannot make a root of {suite}: {r.one_line(done.stdout[-300:])}")
+        part.rename(folder)
+    return folder
+
+
+class Root:
+    """A root of its own for a test. `with Root(rig, suite) as root` mounts it; `boot` starts its systemd."""
+
+    def __init__(self, rig, suite):
+        self.rig, self.suite = rig, suite
+        self.folder = rig.dir / f"root-{suite}"
+        self.path = self.folder / "merged"
+        self.container = self.leader = None
+
+    def __enter__(self):
+        below = base(self.suite)
+        for name in ("upper", "work", "merged"):
+            (self.folder / name).mkdir(parents=True)
+        options = f"lowerdir={below},upperdir={self.folder}/upper,workdir={self.folder}/work"
+        done = r.run(["mount", "-t", "overlay", "overlay", "-o", options, self.path], check=False)
+        if done.returncode:
+            raise r.Skipped(f"no overlay can be mounted here: {r.one_line(done.stderr)}")
+        # Without one systemd takes it for a first boot, and enables all units.
+        self.write("etc/machine-id", f"{uuid.uuid4().hex}\n")
+        return self
+
+    def __exit__(self, *_):
+        if self.container:
+            self.container.stop()
+        r.run(["umount", self.path], check=False)
+
+    def put(self, source, place):
+        """Copies a file into the root."""
+        shutil.copy(source, self.path / place)
+
+    def write(self, place, text):
+        (self.path / place).write_text(text, encoding="utf-8")
+
+    def outside(self, *argv, check=True, timeout_s=MAKE_S):
+        """Runs a program in the root before it is booted, with the network of this machine."""
+        env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
+        mounted = "mount -t proc proc /proc && exec \"$@\""
+        enter = ["unshare", "-m", "-p", "-f", "chroot", self.path, "sh", "-c", mounted, "sh"]
+        return r.run([*enter, *argv], check=check, timeout_s=timeout_s, env=env)
+
+    def boot(self, *options):
+        """Boots it, without a network, and waits until all services are started."""
+        nspawn = r.tool("systemd-nspawn", "systemd-container")
+        argv = [nspawn, "--quiet", "--register=no", "--keep-unit", "--private-network", "--console=pipe", "-D", self.path, *options, "--boot"]
+        # The machines of this project's CI have version 1 of control groups, which newer ones refuse unless told.
+        env = {**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"}
+        self.container = r.Child(self.rig, f"nspawn-{self.suite}", argv, env=env)
+        self.leader = r.wait_for(f"{self.suite} has a first process", self._first, BOOT_S)
+
+        def started():
+            r.require(self.container.running(), f"the container ended: {self.container.tail()}")
+            return self.inside("systemctl", "is-system-running", check=False).stdout.strip() in ("running", "degraded")
+
+        r.wait_for(f"{self.suite} is booted", started, BOOT_S, every_s=0.3)
+
+    def _first(self):
+        r.require(self.container.running(), f"the container ended: {self.container.tail()}")
+        parents = [self.container.pid]
+        while parents:
+            pid = parents.pop()
+            try:
+                children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+                names = {int(c): Path(f"/proc/{c}/comm").read_text(encoding="ascii").strip() for c in children}
+            except OSError:
+                return None
+            found = [child for child, name in names.items() if name == "systemd"]
+            if found:
+                return found[0]
+            parents += names
+        return None
+
+    def inside(self, *argv, check=True, timeout_s=r.WAIT_S, **more):
+        """Runs a program in the booted root."""
+        enter = ["nsenter", "-t", self.leader, "-m", "-u", "-i", "-n", "-p", "-r", "-w", "--"]
+        env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "HOME": "/root"}
+        return r.run([*enter, "env", "-i", *(f"{k}={v}" for k, v in env.items()), *argv], check=check, timeout_s=timeout_s, **more)
+
+    def shell(self, script, check=True, timeout_s=r.WAIT_S):
+        """Runs a script in the booted root. -> what it printed"""
+        done = self.inside("sh", "-euc", script, check=False, timeout_s=timeout_s)
+        if check and done.returncode:
+            said = self.inside("journalctl", "-n", "15", "-o", "cat", "--no-pager", check=False).stdout
+            raise r.Failed(f"`{script}` ended with {done.returncode}: {done.stdout[-600:]}{done.stderr[-600:]}; the journal ends with: {said}")
+        return done.stdout
+
+
+def devices():
+    """Options of `Root.boot` that give it FUSE and taps, where this machine has them."""
+    return [f"--bind={path}" for path in ("/dev/fuse", "/dev/net/tun") if os.path.exists(path)]
+
+
+def versions(package):
+    """The fields Version and Architecture of a package file."""
+    done = subprocess.run(["dpkg-deb", "-f", package, "Version", "Architecture"], capture_output=True, text=True, check=True)
+    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
