@@ -26,6 +26,7 @@ MARKS = {
     "guest": ("vm", "slow"),
     "guest-kill": ("vm", "slow"),
     "vmm-kill": ("vm", "slow"),
+    "ordinary": ("root", "slow"),
     "uml": ("vm",),
     "kernel": ("vm", "kernel", "slow"),
     "kernel-relay": ("vm", "kernel", "slow"),
