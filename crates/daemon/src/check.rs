@@ -93,6 +93,7 @@ impl Check for ExportSpec {
         check_name("export", &self.name)?;
         let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", self.name)));
         check_kind(self)?;
+        check_socket_access(self)?;
         if self.socket.is_some() && self.fd.is_some() {
             return check_one_place(self);
         }
@@ -190,12 +191,25 @@ pub fn check_disk_size(size_bytes: u64) -> Result<()> {
     Disk::check_size(size_bytes)
 }
 
+/// Checks that the owner, the group and the mode are of a socket that the daemon makes.
+fn check_socket_access(spec: &ExportSpec) -> Result<()> {
+    match spec.socket_access().first_key().filter(|_| spec.fd.is_some()) {
+        Some(key) => Err(Error::invalid(format!(
+            "export {}: {key} is of a socket that the daemon makes, and this one is passed to it; leave it out, \
+             and let its maker set it (systemd: SocketUser=, SocketGroup=, SocketMode=)",
+            spec.name
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// Checks that an export has exactly one place: a socket or a mountpoint. [`Check`] allows a
 /// missing socket, because the service manager may pass one.
 ///
 /// # Errors
 /// [`Invalid`](vshunt_types::error::Kind::Invalid).
 pub fn check_one_place(spec: &ExportSpec) -> Result<()> {
+    check_socket_access(spec)?;
     match spec.kind {
         ExportKind::VhostUserBlk | ExportKind::VhostUserNet if spec.socket.is_some() == spec.fd.is_some() => {
             Err(Error::invalid(format!("export {}: give either socket=PATH or fd=N", spec.name)))
@@ -261,6 +275,9 @@ fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool
         ("mtu", &[VhostUserNet, Uplink], spec.mtu.is_some()),
         ("socket", &[VhostUserBlk, VhostUserNet], spec.socket.is_some()),
         ("fd", &[VhostUserBlk, VhostUserNet], spec.fd.is_some()),
+        ("owner", &[VhostUserBlk, VhostUserNet], spec.owner.is_some()),
+        ("group", &[VhostUserBlk, VhostUserNet], spec.group.is_some()),
+        ("mode", &[VhostUserBlk, VhostUserNet], spec.mode.is_some()),
         ("engine", &[VhostUserBlk, VhostUserNet], spec.engine.is_some()),
         ("memory-may-block", &[VhostUserBlk, VhostUserNet], spec.memory_may_block.is_some()),
         ("serial", &[VhostUserBlk], spec.serial.is_some()),

@@ -65,6 +65,11 @@ impl Export {
         }
     }
 
+    /// Returns the workers that were made for it, in the order in which its queues got them.
+    pub(super) fn own_workers(&self) -> &[WorkerId] {
+        &self.own_workers
+    }
+
     fn served(&self) -> RwLockReadGuard<'_, Option<Served>> {
         self.served.read_locked()
     }

@@ -7,10 +7,7 @@ use vshunt_net::Switch;
 use vshunt_tap::{self as tap, Options, Tap};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{NetInfo, NetKind, NetSpec};
-
-/// The file with the names of users.
-const USERS: &str = "/etc/passwd";
-const GROUPS: &str = "/etc/group";
+use vshunt_vhost_user::accounts;
 
 /// A network of the daemon.
 pub(super) struct NetEntry {
@@ -90,8 +87,8 @@ fn open(spec: &NetSpec) -> Result<Tap> {
         netns: spec.netns.clone(),
         steering: spec.steering.unwrap_or_default(),
         address: spec.address.map(|mac| mac.0),
-        owner: spec.owner.as_deref().map(|name| id("user", USERS, name)).transpose()?,
-        group: spec.group.as_deref().map(|name| id("group", GROUPS, name)).transpose()?,
+        owner: spec.owner.as_deref().map(accounts::user).transpose()?,
+        group: spec.group.as_deref().map(accounts::group).transpose()?,
         persist: spec.persist.unwrap_or(false),
     };
     match (&spec.ifname, &spec.fd) {
@@ -114,20 +111,4 @@ fn take(fd: i32) -> Result<OwnedFd> {
     // The command line accepts only numbers that were open before the process opened anything, each
     // once, and never that of its own socket.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// Returns the number of a user or a group. The name may be a number.
-fn id(what: &str, path: &str, name: &str) -> Result<u32> {
-    if let Ok(number) = name.parse() {
-        return Ok(number);
-    }
-    let text = std::fs::read_to_string(path)
-        .map_err(|e| Error::io(format!("cannot look for {what} {name} in {path}"), e))?;
-    // name:password:number:…
-    let mut lines = text.lines().map(|line| line.split(':'));
-    let number =
-        lines.find_map(|mut line| if line.next()? == name { line.nth(1)?.parse().ok() } else { None });
-    number.ok_or_else(|| {
-        Error::not_found(format!("there is no {what} {name} in {path}; give one that is, or a number"))
-    })
 }

@@ -83,7 +83,7 @@ const METRICS: &[u32] = calls! { SYS_getpriority SYS_getdents64 SYS_getuid SYS_g
 /// them that are needed.
 const CONTROL: &[u32] = calls! {
     SYS_io_uring_setup SYS_openat2 SYS_unlinkat SYS_renameat SYS_renameat2
-    SYS_fchmod SYS_fchmodat SYS_fchown SYS_utimensat SYS_truncate SYS_ftruncate SYS_faccessat SYS_faccessat2
+    SYS_fchmod SYS_fchmodat SYS_fchown SYS_fchownat SYS_utimensat SYS_truncate SYS_ftruncate SYS_faccessat SYS_faccessat2
     SYS_getdents64 SYS_statfs SYS_flock SYS_copy_file_range SYS_fadvise64 SYS_memfd_create SYS_pipe2
     SYS_getxattr SYS_lgetxattr SYS_fgetxattr SYS_setxattr SYS_fsetxattr SYS_removexattr SYS_lremovexattr SYS_fremovexattr
     SYS_socket SYS_bind SYS_listen SYS_connect SYS_bpf SYS_kcmp

@@ -24,7 +24,7 @@
 //!     let worker = workers.create(None, &Settings::default())?;
 //!     let queues = Arc::new(QueueSet::new("vm", &workers, &[worker])?);
 //!     let rings = Arc::new(WorkerRings::new(queues, device.clone()));
-//!     VhostUser::start("vm", listen(Path::new("/run/vm.sock"))?, device, rings, observer, false)
+//!     VhostUser::start("vm", listen(Path::new("/run/vm.sock"), &SocketAccess::default())?, device, rings, observer, false)
 //! }
 //! ```
 
@@ -47,6 +47,7 @@
 )]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 
+pub mod accounts;
 pub mod blk;
 mod budget;
 mod channel;

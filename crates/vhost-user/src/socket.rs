@@ -6,6 +6,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
 use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::SocketAccess;
 
 use crate::socket_file::{self, SocketFile, Words};
 
@@ -24,12 +25,13 @@ const WORDS: Words = Words {
     if_no_socket: "remove it or choose another path",
 };
 
-/// Makes a listening socket at `path`. A stale socket of a daemon that died is replaced.
+/// Makes a listening socket at `path`, to which those may connect whom `access` names. A stale
+/// socket of a daemon that died is replaced.
 ///
 /// # Errors
-/// Anything else is at `path`, or the socket cannot be made.
-pub fn listen(path: &Path) -> Result<Socket> {
-    let (listener, file) = socket_file::bind(path, None, &WORDS)?;
+/// Anything else is at `path`, or the socket cannot be made or given to its owner.
+pub fn listen(path: &Path, access: &SocketAccess) -> Result<Socket> {
+    let (listener, file) = socket_file::bind(path, access, &WORDS)?;
     listener
         .set_nonblocking(true)
         .map_err(|e| Error::io(format!("cannot listen on {}", path.display()), e))?;

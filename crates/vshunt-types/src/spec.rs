@@ -6,15 +6,18 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+mod access;
 mod drops;
 mod job;
 mod net;
 mod port;
 
+pub use access::{SocketAccess, SocketMode};
 pub use drops::{DROP_REASONS, DropReason, NetDrops};
 pub use job::{BackupSpec, BitmapInfo, BitmapSpec, JobInfo, JobKind, JobStatus};
 pub use net::{
     AddressOrigin, Mac, NetAddress, NetCounters, NetInfo, NetKind, NetQueueCounters, NetSpec, Steering,
+    text_or_number,
 };
 pub use port::{PortInfo, PortState, VLAN_MAX, Vlans};
 
@@ -225,6 +228,19 @@ pub struct ExportSpec {
     /// export ends with its peer. Not over the control socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fd: Option<RawFd>,
+    /// vhost-user: the user, by name or number, that owns the socket. Absent: that of the daemon. Not
+    /// with `fd`.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "net::text_or_number")]
+    pub owner: Option<String>,
+    /// vhost-user: the group, by name or number, of the socket. Absent: that of the daemon. Not with
+    /// `fd`.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "net::text_or_number")]
+    pub group: Option<String>,
+    /// vhost-user: the mode of the socket in octal digits, as a string: `0600`, `0660`, `0606` or
+    /// `0666`. Absent: `0660` if `group` is given, otherwise the umask of the daemon decides. Not with
+    /// `fd`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mode: Option<SocketMode>,
     /// The number of queues: virtqueues (1 to 256), queue pairs of a network device (1 to 128), or
     /// queues of an uplink's tap. Absent: 256 virtqueues of a disk; one for each CPU with
     /// `workers=per-cpu`, with the kernel engine, and for all other exports.
@@ -314,6 +330,11 @@ impl ExportSpec {
     /// Returns the name of the disk or network that it serves.
     pub fn of(&self) -> &str {
         self.net.as_deref().unwrap_or(&self.disk)
+    }
+
+    /// Returns who may connect to its socket.
+    pub fn socket_access(&self) -> SocketAccess {
+        SocketAccess { owner: self.owner.clone(), group: self.group.clone(), mode: self.mode }
     }
 
     /// Returns whether writes are refused even if the disk permits them.

@@ -10,7 +10,9 @@ use toml::{Table, Value};
 use vshunt_daemon::Check;
 use vshunt_sandbox::Mode;
 use vshunt_types::error::Error;
-use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
+use vshunt_types::spec::{
+    DiskSpec, ExportSpec, NetSpec, SocketAccess, SocketMode, WorkerSpec, text_or_number,
+};
 
 use self::args::{MountArgs, SandboxArgs, ServeArgs};
 use crate::metrics::Address;
@@ -39,6 +41,8 @@ pub(crate) enum Control {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Setup {
     pub(crate) control: Control,
+    /// Who may connect to the control socket.
+    pub(crate) control_access: SocketAccess,
     /// The address of the HTTP server for metrics, if there is one.
     pub(crate) metrics: Option<Address>,
     pub(crate) pidfile: Option<PathBuf>,
@@ -59,6 +63,15 @@ pub(crate) struct Setup {
 struct File {
     /// The path of the control socket, or false for none. Absent: the default path.
     control: Option<Value>,
+    /// The user, by name or number, that owns the control socket. Absent: that of the daemon.
+    #[serde(default, deserialize_with = "text_or_number")]
+    control_owner: Option<String>,
+    /// The group, by name or number, whose members may use the control socket.
+    #[serde(default, deserialize_with = "text_or_number")]
+    control_group: Option<String>,
+    /// The mode of the control socket, as a string: `0600`, `0660`, `0606` or `0666`. Absent: `0660`
+    /// if `control-group` is given, otherwise `0600`.
+    control_mode: Option<SocketMode>,
     /// Where metrics are served: `PORT`, `ADDRESS:PORT` or `unix:PATH`, as a string. Absent:
     /// nowhere.
     metrics: Option<Address>,
@@ -109,6 +122,7 @@ pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup>
         (Some(path), _) => Control::At(path),
         (None, false) => setup.control,
     };
+    setup.control_access = args.control_access.with_defaults(setup.control_access);
     setup.sandbox = args.sandbox.with_defaults(setup.sandbox)?;
     check(&setup)?;
     images::serve(&mut setup, &args.images, args.read_only)?;
@@ -131,12 +145,23 @@ pub(crate) fn mount(control: Option<PathBuf>, args: MountArgs) -> Outcome<Setup>
     Ok(setup)
 }
 
+/// Checks that the owner, the group and the mode of the control socket have an effect.
+pub(crate) fn check_control_access(setup: &Setup) -> Outcome {
+    match setup.control_access.first_key().filter(|_| setup.control == Control::Off) {
+        Some(key) => Err(Failure::Usage(format!(
+            "--control-{key} is given, and there is no control socket; leave it out, or give --control"
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// Checks the whole configuration.
 fn check(setup: &Setup) -> Outcome {
     let wrong = |why: String| Err(Failure::Usage(why));
     if let Err(e) = (WorkerSpec { poll_us: setup.poll_us, ..WorkerSpec::default() }).check() {
         return wrong(e.to_string());
     }
+    check_control_access(setup)?;
     let disks: Vec<&str> = setup.disks.iter().map(|d| d.name.as_str()).collect();
     let nets: Vec<&str> = setup.nets.iter().map(|n| n.name.as_str()).collect();
     let exports: Vec<&str> = setup.exports.iter().map(|e| e.name.as_str()).collect();
@@ -177,6 +202,11 @@ fn parse(text: &str) -> Result<Setup, String> {
     };
     Ok(Setup {
         control,
+        control_access: SocketAccess {
+            owner: file.control_owner,
+            group: file.control_group,
+            mode: file.control_mode,
+        },
         metrics: file.metrics,
         pidfile: file.pidfile,
         poll_us: file.poll_us,

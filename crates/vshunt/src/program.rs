@@ -14,8 +14,10 @@ use std::path::PathBuf;
 
 use clap::{Args, Command, CommandFactory, Parser};
 
-use crate::config::args::{LogArgs, SandboxArgs};
-use crate::config::{Control, Setup};
+use vshunt_types::spec::SocketAccess;
+
+use crate::config::args::{ControlAccessArgs, LogArgs, SandboxArgs};
+use crate::config::{Control, Setup, check_control_access};
 use crate::metrics::Address;
 use crate::outcome::{Outcome, clap_failure, print};
 use crate::serve::{ServeOptions, serve};
@@ -39,6 +41,8 @@ struct Common {
     /// Listen for `vshunt -c SOCKET …`, too
     #[arg(short, long, value_name = "SOCKET")]
     control: Option<PathBuf>,
+    #[command(flatten)]
+    control_access: ControlAccessArgs,
     /// Serve metrics for Prometheus on PORT of 127.0.0.1, ADDRESS:PORT or unix:PATH, without
     /// authentication
     #[arg(long, value_name = "ADDRESS")]
@@ -83,6 +87,8 @@ fn run<P: Program>(args: &[OsString]) -> Outcome {
     }
     let (mut setup, common) = P::try_parse_from(args).or_else(clap_failure)?.setup()?;
     setup.control = common.control.map_or(Control::Off, Control::At);
+    setup.control_access = common.control_access.with_defaults(SocketAccess::default());
+    check_control_access(&setup)?;
     setup.metrics = common.metrics;
     setup.sandbox = common.sandbox.with_defaults(SandboxArgs::default())?;
     let ends_with = common.fd.map(|_| P::NAME.to_owned());

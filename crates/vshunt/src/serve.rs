@@ -299,9 +299,15 @@ fn control_socket(setup: &Setup, inherited: &mut Vec<Inherited>) -> Outcome<Opti
         Control::Default | Control::IfFree => control_path(None),
     };
     if let Some(fd) = activation::take_control(inherited, path.as_deref()) {
+        if let Some(key) = setup.control_access.first_key() {
+            return Err(Failure::Usage(format!(
+                "the control socket is passed to the daemon, so --control-{key} has no effect; leave it out, and let \
+                 its maker set it (systemd: SocketUser=, SocketGroup=, SocketMode=)"
+            )));
+        }
         return Ok(Some(ControlSocket::inherited(fd)));
     }
-    match path.as_deref().map(ControlSocket::bind) {
+    match path.as_deref().map(|path| ControlSocket::bind(path, &setup.control_access)) {
         Some(Ok(socket)) => Ok(Some(socket)),
         Some(Err(e)) if e.kind() == Kind::Busy && setup.control == Control::IfFree => {
             tracing::warn!("no control socket: {e}");

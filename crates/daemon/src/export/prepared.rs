@@ -282,7 +282,7 @@ fn net_server(spec: &ExportSpec, tap: &Arc<Tap>, pairs: u16) -> Result<NetServer
 fn open_socket(spec: &ExportSpec) -> Result<Socket> {
     check_one_place(spec)?;
     match (&spec.socket, spec.fd) {
-        (Some(path), _) => listen(path),
+        (Some(path), _) => listen(path, &spec.socket_access()),
         (None, Some(fd)) => adopt(fd),
         (None, None) => unreachable!("checked above"),
     }

@@ -103,7 +103,10 @@ pub struct NetSpec {
 }
 
 /// Reads a string that may be written as a number.
-pub(super) fn text_or_number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
+///
+/// # Errors
+/// It is neither.
+pub fn text_or_number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
     struct Either;
 
     impl Visitor<'_> for Either {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args};
 use vshunt_sandbox::Mode;
-use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, WorkerSpec};
+use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, SocketAccess, SocketMode, WorkerSpec};
 
 use crate::metrics::Address;
 use crate::outcome::{Failure, Outcome};
@@ -41,7 +41,7 @@ that front ends keep in an in-flight region.
 Once the daemon has its sockets, it gives up the capabilities, system calls and paths that it does not need \
 (--sandbox).
 
-The control socket has mode 0600. Its path is that of --control, otherwise of the configuration file, \
+The control socket has mode 0600, unless --control-group or --control-mode is given. Its path is that of --control, otherwise of the configuration file, \
 otherwise of VSHUNT_CONTROL, otherwise the default. With --no-control there is none. If another daemon \
 answers there, that is an error. The socket of a daemon that has ended is replaced.
 
@@ -105,6 +105,10 @@ Export keys:
   engine=user|kernel|auto
                     kernel: needs the module vhost_net and a tap. Each pair has
                     its own kernel worker: leave out workers, or use per-cpu
+  Of both, if the daemon makes the socket:
+  owner, group      of the socket, by name or number
+  mode              of the socket: 0600, 0660, 0606 or 0666. Absent: 0660 if
+                    group is given, otherwise the umask decides
   Of both:
   memory-may-block=on|off
                     guest memory may be in files of any file system, not only
@@ -137,7 +141,8 @@ Configuration file:
   The file has the same keys, in TOML. Flags add to it. Paths are relative to
   the working directory, as those of flags are.
     control = \"/run/vm.sock\"  # or false
-    # also: metrics, pidfile, poll-us, sandbox, sandbox-workers, allow-path
+    # also: control-owner, control-group, control-mode, metrics, pidfile,
+    # poll-us, sandbox, sandbox-workers, allow-path
     [[disk]]
     name = \"d0\"
     file = \"/var/lib/vm/d0.img\"
@@ -204,6 +209,8 @@ pub(crate) struct ServeArgs {
     /// Have no control socket
     #[arg(long, conflicts_with = "control")]
     pub(crate) no_control: bool,
+    #[command(flatten)]
+    pub(crate) control_access: ControlAccessArgs,
     /// Serve metrics for Prometheus over HTTP on PORT of 127.0.0.1, ADDRESS:PORT or unix:PATH
     ///
     /// There is no authentication: a client that reaches the socket can read the metrics. It cannot
@@ -252,6 +259,32 @@ pub(crate) struct MountArgs {
     pub(crate) no_control: bool,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
+}
+
+/// Who may connect to the control socket. A process that may connect controls the daemon.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
+pub(crate) struct ControlAccessArgs {
+    /// User, by name or number, that owns the control socket
+    #[arg(long, value_name = "USER")]
+    pub(crate) control_owner: Option<String>,
+    /// Group, by name or number, whose members may use the control socket
+    #[arg(long, value_name = "GROUP")]
+    pub(crate) control_group: Option<String>,
+    /// Mode of the control socket: 0600, 0660, 0606 or 0666 [default: 0660 with --control-group,
+    /// otherwise 0600]
+    #[arg(long, value_name = "MODE")]
+    pub(crate) control_mode: Option<SocketMode>,
+}
+
+impl ControlAccessArgs {
+    /// Returns these settings. Missing ones come from the configuration file.
+    pub(crate) fn with_defaults(self, file: SocketAccess) -> SocketAccess {
+        SocketAccess {
+            owner: self.control_owner.or(file.owner),
+            group: self.control_group.or(file.group),
+            mode: self.control_mode.or(file.mode),
+        }
+    }
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Args)]

@@ -11,6 +11,7 @@ use std::str::FromStr;
 use rustix::net::{SocketAddrUnix, getsockname, sockopt};
 use serde::Deserialize;
 use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::SocketAccess;
 use vshunt_vhost_user::socket_file::{self, SocketFile, Words};
 
 const WORDS: Words = Words {
@@ -96,7 +97,7 @@ impl Address {
                 Ok(Listening { fd: listener.into(), file: None, at })
             }
             Self::Unix(path) => {
-                let (listener, file) = socket_file::bind(path, None, &WORDS)?;
+                let (listener, file) = socket_file::bind(path, &SocketAccess::default(), &WORDS)?;
                 listener.set_nonblocking(true).map_err(cannot)?;
                 Ok(Listening { fd: listener.into(), file: Some(file), at: self.clone() })
             }

@@ -1,4 +1,5 @@
-//! The file of the control socket. It is made with mode 0600, is not taken from a live daemon, and
+//! The file of the control socket. Its mode is 0600 unless
+//! another one or a group is asked for. It is not taken from a live daemon, and
 //! is removed only if it is still the same file.
 //!
 //! Called on the main thread, at the start and at the end of the daemon.
@@ -8,8 +9,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
-use rustix::fs::Mode;
 use vshunt_types::error::Result;
+use vshunt_types::spec::{SocketAccess, SocketMode};
 use vshunt_vhost_user::socket_file::{self, SocketFile, Words};
 
 const WORDS: Words = Words {
@@ -30,9 +31,16 @@ pub(crate) struct ControlSocket {
 
 impl ControlSocket {
     /// Listens on `path`. A socket file of a daemon that has ended is replaced. Any other file
-    /// there is an error.
-    pub(crate) fn bind(path: &Path) -> Result<Self> {
-        let (listener, file) = socket_file::bind(path, Some(Mode::RUSR | Mode::WUSR), &WORDS)?;
+    /// there is an error. Without a mode or a group in `access`, only the owner may connect.
+    pub(crate) fn bind(path: &Path, access: &SocketAccess) -> Result<Self> {
+        let mode = access.mode().unwrap_or(SocketMode::OWNER);
+        if mode.is_for_all() {
+            tracing::warn!(
+                "the mode {mode} of the control socket lets all users of this machine control the daemon"
+            );
+        }
+        let access = SocketAccess { mode: Some(mode), ..access.clone() };
+        let (listener, file) = socket_file::bind(path, &access, &WORDS)?;
         Ok(Self { file: Some(file), listener })
     }
 
@@ -72,9 +80,9 @@ mod tests {
     fn its_file_is_private_and_goes_with_it() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c");
-        let mut socket = ControlSocket::bind(&path).unwrap();
+        let mut socket = ControlSocket::bind(&path, &SocketAccess::default()).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        let e = ControlSocket::bind(&path).unwrap_err();
+        let e = ControlSocket::bind(&path, &SocketAccess::default()).unwrap_err();
         assert_eq!(e.kind(), Kind::Busy);
         assert!(e.to_string().starts_with("another vshunt answers on"), "{e}");
         socket.remove();

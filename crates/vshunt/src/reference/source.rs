@@ -94,18 +94,20 @@ impl Source {
         let name = last.ident.to_string();
         let plain = |kind: &str| (kind.to_owned(), Vec::new());
         match name.as_str() {
-            "Option" | "Box" => inner.expect("an argument"),
+            "Option" | "Box" | "Spanned" => inner.expect("an argument"),
             "Vec" => {
                 let (kind, words) = inner.expect("an argument");
                 (format!("list of {}s", kind.replace(" or", "s or")), words)
             }
-            "String" | "PathBuf" | "Mac" | "Vlans" | "Mode" | "Address" if self.is_text(&name, prefix) => {
+            "String" | "PathBuf" | "Mac" | "SocketMode" | "Vlans" | "Mode" | "Address"
+                if self.is_text(&name, prefix) =>
+            {
                 plain("string")
             }
             "bool" => plain("boolean"),
             "u8" | "u16" | "u32" | "u64" | "usize" | "i32" | "i64" | "RawFd" => plain("integer"),
             "Value" => plain("any"),
-            "Table" => plain("table"),
+            "Table" | "Section" => plain("table"),
             // It also may be a number of workers.
             "Workers" => plain("string or integer"),
             // The file of a node: its name, or the node itself.
