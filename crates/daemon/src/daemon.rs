@@ -515,8 +515,8 @@ impl Daemon {
             .collect()
     }
 
-    /// Returns, for each export, the workers that were made for it. A worker that was freed since is
-    /// listed, too.
+    /// Returns, for each export, the workers that were made for it. A worker that was freed since
+    /// is listed, too.
     pub fn own_workers(&self) -> Vec<(String, Vec<WorkerId>)> {
         self.shown().iter().map(|e| (e.spec.name.clone(), e.own_workers().to_vec())).collect()
     }

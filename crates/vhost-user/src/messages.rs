@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg, sockopt};
+use vhost::vhost_user::message::FrontendReq;
 use vhost::vhost_user::{Error, Result};
 
 use super::receive::{Descriptors, ROOM_MAX, Receiver, look, read};
@@ -66,6 +67,16 @@ impl Message {
         if files.len() == 1 { files.pop() } else { None }
     }
 
+    /// Describes the message for the log, without its payload.
+    pub(super) fn outline(&self) -> String {
+        let descriptors = match self.fds.len() {
+            0 => String::new(),
+            1 => ", 1 descriptor".to_owned(),
+            n => format!(", {n} descriptors"),
+        };
+        format!("message {} of {} bytes{descriptors}", name(self.code), self.body.len())
+    }
+
     /// Returns whether the message came with descriptors.
     pub(super) fn has_fds(&self) -> bool {
         self.fds.len() > 0
@@ -80,6 +91,11 @@ impl Message {
     pub(super) fn malformed(&self) -> Error {
         invalid(format!("message {} is malformed", self.code))
     }
+}
+
+/// Returns the name of a message of a front end, or its number.
+pub(super) fn name(code: u32) -> String {
+    FrontendReq::try_from(code).map_or_else(|_| code.to_string(), |known| format!("{known:?}"))
 }
 
 /// Reads the numbers of a payload by their offset. The caller has checked the length.

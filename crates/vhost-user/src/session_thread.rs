@@ -215,8 +215,11 @@ impl Inner {
         message: Message,
     ) -> std::result::Result<(), VhostError> {
         let (code, need_reply) = (message.code, message.need_reply);
+        // Only the name and sizes: payloads hold addresses and bytes of the guest.
+        tracing::debug!("{}: {}", self.name, message.outline());
         let value = match dispatch(self, stream, session, message) {
             Ok(Answer::Payload(bytes, file)) => {
+                tracing::debug!("{}: answer to {} of {} bytes", self.name, messages::name(code), bytes.len());
                 return messages::answer(stream, code, &bytes, file.as_ref())
                     .map_err(VhostError::SocketError);
             }

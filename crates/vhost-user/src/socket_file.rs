@@ -86,8 +86,8 @@ impl Drop for SocketFile {
 /// does not listen yet.
 ///
 /// # Errors
-/// Anything else is at `path`, there is no such user or group, or the socket cannot be made or given
-/// to them.
+/// Anything else is at `path`, there is no such user or group, or the socket cannot be made or
+/// given to them.
 pub fn bind(path: &Path, access: &SocketAccess, words: &Words) -> Result<(UnixListener, SocketFile)> {
     let wanted = Wanted::of(access).map_err(|e| e.context(format!("{} {}", words.what, path.display())))?;
     // Before the lock is taken: others do not wait for it that long.

@@ -228,17 +228,17 @@ pub struct ExportSpec {
     /// export ends with its peer. Not over the control socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fd: Option<RawFd>,
-    /// vhost-user: the user, by name or number, that owns the socket. Absent: that of the daemon. Not
-    /// with `fd`.
+    /// vhost-user: the user, by name or number, that owns the socket. Absent: that of the daemon.
+    /// Not with `fd`.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "net::text_or_number")]
     pub owner: Option<String>,
-    /// vhost-user: the group, by name or number, of the socket. Absent: that of the daemon. Not with
-    /// `fd`.
+    /// vhost-user: the group, by name or number, of the socket. Absent: that of the daemon. Not
+    /// with `fd`.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "net::text_or_number")]
     pub group: Option<String>,
     /// vhost-user: the mode of the socket in octal digits, as a string: `0600`, `0660`, `0606` or
-    /// `0666`. Absent: `0660` if `group` is given, otherwise the umask of the daemon decides. Not with
-    /// `fd`.
+    /// `0666`. Absent: `0660` if `group` is given, otherwise the umask of the daemon decides. Not
+    /// with `fd`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<SocketMode>,
     /// The number of queues: virtqueues (1 to 256), queue pairs of a network device (1 to 128), or

@@ -5,7 +5,7 @@ mod images;
 
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 use vshunt_daemon::Check;
 use vshunt_sandbox::Mode;
@@ -37,6 +37,18 @@ pub(crate) enum Control {
     Off,
 }
 
+/// How the log is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum LogFormat {
+    /// Lines for people: `vshunt: warning: message name=value`. With -v, they begin with the time.
+    Text,
+    /// A JSON object on each line.
+    Json,
+    /// Lines with a priority of sd-daemon(3) before them, for journald, which adds the time.
+    Journald,
+}
+
 /// The whole configuration of `vshunt serve`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Setup {
@@ -56,6 +68,8 @@ pub(crate) struct Setup {
     pub(crate) images: Vec<String>,
     /// Messages for the log, about defaults that may surprise.
     pub(crate) notes: Vec<String>,
+    /// The format of the log, if it is given.
+    pub(crate) log_format: Option<LogFormat>,
 }
 
 #[derive(Deserialize)]
@@ -69,8 +83,8 @@ struct File {
     /// The group, by name or number, whose members may use the control socket.
     #[serde(default, deserialize_with = "text_or_number")]
     control_group: Option<String>,
-    /// The mode of the control socket, as a string: `0600`, `0660`, `0606` or `0666`. Absent: `0660`
-    /// if `control-group` is given, otherwise `0600`.
+    /// The mode of the control socket, as a string: `0600`, `0660`, `0606` or `0666`. Absent:
+    /// `0660` if `control-group` is given, otherwise `0600`.
     control_mode: Option<SocketMode>,
     /// Where metrics are served: `PORT`, `ADDRESS:PORT` or `unix:PATH`, as a string. Absent:
     /// nowhere.
@@ -80,6 +94,9 @@ struct File {
     /// The polling limit of workers that have none of their own, in microseconds. 0: never poll.
     /// Absent: 50.
     poll_us: Option<u32>,
+    /// The format of the log: `text`, `json` or `journald`. Absent: `journald` if journald reads
+    /// stderr, otherwise `text`.
+    log_format: Option<LogFormat>,
     /// What happens on an access that the sandbox does not allow: `on`, `log`, `off` or `kill`.
     /// Absent: `on`.
     sandbox: Option<Mode>,
@@ -122,6 +139,7 @@ pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup>
         (Some(path), _) => Control::At(path),
         (None, false) => setup.control,
     };
+    setup.log_format = args.log_format.or(setup.log_format);
     setup.control_access = args.control_access.with_defaults(setup.control_access);
     setup.sandbox = args.sandbox.with_defaults(setup.sandbox)?;
     check(&setup)?;
@@ -214,6 +232,7 @@ fn parse(text: &str) -> Result<Setup, String> {
         nets: tables("net", file.net)?,
         workers: tables("worker", file.worker)?,
         exports: tables("export", file.export)?,
+        log_format: file.log_format,
         sandbox: SandboxArgs {
             mode: file.sandbox,
             workers: file.sandbox_workers,

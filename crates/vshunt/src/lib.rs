@@ -42,7 +42,6 @@ mod serve;
 mod values;
 
 use std::ffi::OsString;
-use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -61,7 +60,7 @@ pub fn main() -> ExitCode {
         Err(failure) => {
             let text = failure.to_string();
             if !text.is_empty() {
-                let _ = writeln!(io::stderr(), "{name}: {}", text.trim_end());
+                serve::log::failure(name, text.trim_end());
             }
             ExitCode::from(failure.code())
         }

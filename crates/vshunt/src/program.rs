@@ -17,7 +17,7 @@ use clap::{Args, Command, CommandFactory, Parser};
 use vshunt_types::spec::SocketAccess;
 
 use crate::config::args::{ControlAccessArgs, LogArgs, SandboxArgs};
-use crate::config::{Control, Setup, check_control_access};
+use crate::config::{Control, LogFormat, Setup, check_control_access};
 use crate::metrics::Address;
 use crate::outcome::{Outcome, clap_failure, print};
 use crate::serve::{ServeOptions, serve};
@@ -47,6 +47,10 @@ struct Common {
     /// authentication
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<Address>,
+    /// Format of the log: text, json or journald [default: journald if journald reads stderr,
+    /// otherwise text]
+    #[arg(long, value_name = "FORMAT", hide_possible_values = true)]
+    log_format: Option<LogFormat>,
     #[command(flatten)]
     sandbox: SandboxArgs,
     #[command(flatten)]
@@ -89,6 +93,7 @@ fn run<P: Program>(args: &[OsString]) -> Outcome {
     setup.control = common.control.map_or(Control::Off, Control::At);
     setup.control_access = common.control_access.with_defaults(SocketAccess::default());
     check_control_access(&setup)?;
+    setup.log_format = common.log_format;
     setup.metrics = common.metrics;
     setup.sandbox = common.sandbox.with_defaults(SandboxArgs::default())?;
     let ends_with = common.fd.map(|_| P::NAME.to_owned());

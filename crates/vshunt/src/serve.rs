@@ -27,11 +27,10 @@
 
 mod activation;
 mod confine;
-mod log;
+pub(crate) mod log;
 mod paste;
 mod signals;
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -66,7 +65,7 @@ pub(crate) fn serve(setup: Setup, options: &ServeOptions) -> Outcome {
     // that the daemon opens.
     check_fds(&setup)?;
     let blocked = signals::block()?;
-    log::start(options.program, options.log.verbose, options.log.quiet);
+    log::start(options.program, options.log, setup.log_format)?;
     setup.notes.iter().for_each(|note| tracing::warn!("{note}"));
     let ready = paste::text(&setup, options.log.quiet);
     let (stop, stopped) = channel();
@@ -235,7 +234,7 @@ impl Serving {
         }
         notify(&[NotifyState::Ready, NotifyState::Status(&text)]);
         if !options.log.quiet {
-            let _ = writeln!(std::io::stderr(), "{}: {text}", options.program);
+            log::notice(options.program, &text);
         }
     }
 

@@ -7,6 +7,7 @@ use clap::{ArgAction, Args};
 use vshunt_sandbox::Mode;
 use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, SocketAccess, SocketMode, WorkerSpec};
 
+use super::LogFormat;
 use crate::metrics::Address;
 use crate::outcome::{Failure, Outcome};
 use crate::values::{poll_us, spec};
@@ -17,7 +18,7 @@ const VARIABLE: &str = "VSHUNT_SANDBOX";
 
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub(crate) struct LogArgs {
-    /// Log more to stderr: -v events, -vv details
+    /// Log more to stderr, with times: -v events, -vv also protocol messages and control commands
     #[arg(short, long, global = true, action = ArgAction::Count)]
     pub(crate) verbose: u8,
     /// Log errors only
@@ -221,6 +222,10 @@ pub(crate) struct ServeArgs {
     /// Write the process id to a file, once everything is served
     #[arg(long, value_name = "FILE")]
     pub(crate) pidfile: Option<PathBuf>,
+    /// Format of the log: text, json (an object on each line) or journald (priorities of
+    /// sd-daemon(3)) [default: journald if journald reads stderr, otherwise text]
+    #[arg(long, value_name = "FORMAT", hide_possible_values = true)]
+    pub(crate) log_format: Option<LogFormat>,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
 }

@@ -29,6 +29,11 @@ impl QmpError {
         Self { class: Class::GenericError, desc: desc.into() }
     }
 
+    /// Returns the reason, for the log.
+    pub(crate) fn desc(&self) -> &str {
+        &self.desc
+    }
+
     pub(crate) fn command_not_found(desc: impl Into<String>) -> Self {
         Self { class: Class::CommandNotFound, desc: desc.into() }
     }

@@ -388,7 +388,12 @@ impl Session<'_> {
             Ok(request) => {
                 let id = request.id.clone();
                 tracing::debug!(command = request.command, "control command");
-                message::reply(id, self.run(request, fd))
+                let command = request.command.clone();
+                let answer = self.run(request, fd);
+                if let Err(e) = &answer {
+                    tracing::debug!(command, "control command failed: {}", e.desc());
+                }
+                message::reply(id, answer)
             }
             Err((id, e)) => message::reply(id, Err(e)),
         }

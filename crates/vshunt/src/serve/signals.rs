@@ -4,7 +4,6 @@
 //! mask. A signal that was ignored when the program started (nohup, a background job of a script)
 //! stays ignored.
 
-use std::io::Write as _;
 use std::mem::MaybeUninit;
 use std::sync::mpsc::Sender;
 use std::thread;
@@ -12,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use vshunt_types::error::{Error, Result};
 
+use super::log;
 use crate::qmp::Stop;
 
 /// Signals that end the daemon. SIGHUP is one of them because the daemon does not reload its
@@ -63,9 +63,9 @@ pub(crate) fn forward(blocked: Blocked, stop: Sender<Stop>) -> Result<()> {
                 }
                 Some(then) if then.elapsed() < REPEATED_SIGNAL_TIME => {}
                 Some(_) => {
-                    let _ = writeln!(
-                        std::io::stderr(),
-                        "vshunt: told to end twice and ends at once; sockets and mounts may be left"
+                    log::notice(
+                        "vshunt",
+                        "told to end twice and ends at once; sockets and mounts may be left",
                     );
                     std::process::exit(1);
                 }

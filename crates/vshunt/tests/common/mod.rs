@@ -11,9 +11,15 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 /// The program, with nothing of the environment that it looks at.
 pub(crate) fn vshunt() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vshunt"));
-    for name in
-        ["VSHUNT_CONTROL", "XDG_RUNTIME_DIR", "NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "JOURNAL_STREAM"]
-    {
+    for name in [
+        "VSHUNT_CONTROL",
+        "XDG_RUNTIME_DIR",
+        "NOTIFY_SOCKET",
+        "LISTEN_FDS",
+        "LISTEN_PID",
+        "JOURNAL_STREAM",
+        "RUST_LOG",
+    ] {
         command.env_remove(name);
     }
     // What the sandbox does not know of ends the daemon, and the test fails.

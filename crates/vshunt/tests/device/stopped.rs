@@ -244,7 +244,7 @@ impl Served {
         let mut command = Command::new(env!("CARGO_BIN_EXE_vshunt"));
         command.arg("serve").args(args).stdin(Stdio::null()).stdout(Stdio::null());
         command.stderr(std::fs::File::create(&log).unwrap()).env("VSHUNT_SANDBOX", "kill");
-        for name in ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "JOURNAL_STREAM"] {
+        for name in ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "JOURNAL_STREAM", "RUST_LOG"] {
             command.env_remove(name);
         }
         Self { child: command.spawn().unwrap(), log }
