@@ -357,11 +357,7 @@ def test_without_root_by_fusermount3(suite):
     for thing in (folder, image, path):
         os.chown(thing, 65534, 65534)
     as_user = [setpriv, *m.AS_NOBODY[1:]]
-    device = suite.rig.dir / "fuse"
-    r.run(["cp", "-a", "/dev/fuse", device])
-    device.chmod(0o666)
-    r.run(["mount", "--bind", device, "/dev/fuse"])
-    try:
+    with m.device_for_all(suite.rig.dir):
         if suite.peer:
             argv = [*as_user, *m.PeerMount(suite, "user", image=image, path=path, start=False).arguments]
             child = r.Child(suite.rig, "user", argv)
@@ -387,8 +383,6 @@ def test_without_root_by_fusermount3(suite):
             ours = re.search("^vshunt.*allow.*$", done.stderr, re.MULTILINE)  # fusermount3 speaks for itself, too
             r.require(done.returncode == 1 and ours, f"allow-other=on: {done.returncode} {done.stderr}")
             r.require(not made.exists() and not m.mounted(made), f"{made} was left behind")
-    finally:
-        r.run(["umount", "/dev/fuse"], check=False)
 
 
 @pytest.mark.transports("any")

@@ -70,14 +70,8 @@ def as_nobody(suite, name):
     image = suite.rig.image("user.img", MIB, folder)
     for thing in (folder, image):
         os.chown(thing, 65534, 65534)
-    device = folder / "fuse"
-    r.run(["cp", "-a", "/dev/fuse", device])
-    device.chmod(0o666)
-    r.run(["mount", "--bind", device, "/dev/fuse"])
-    try:
+    with m.device_for_all(folder):
         yield folder, image, [setpriv, *m.AS_NOBODY[1:]]
-    finally:
-        r.run(["umount", "/dev/fuse"], check=False)
 
 
 def test_fusectl_is_mounted_after_the_daemons_start(suite):

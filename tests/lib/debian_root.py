@@ -91,11 +91,17 @@ class Root:
         enter = ["unshare", "-m", "-p", "-f", "chroot", self.path, "sh", "-c", mounted, "sh"]
         return r.run([*enter, *argv], check=check, timeout_s=timeout_s, env=env)
 
-    def boot(self, *options):
-        """Boots it, without a network, and waits until all services are started."""
-        nspawn = r.tool("systemd-nspawn", "systemd-container")
-        argv = [nspawn, "--quiet", "--register=no", "--keep-unit", "--private-network", "--console=pipe", "-D", self.path, *options, "--boot"]
-        # The machines of this project's CI have version 1 of control groups, which newer ones refuse unless told.
+    def boot(self, *options, whole_sys=False):
+        """Boots it, without a network, and waits until all services are started. `whole_sys`: /sys has all folders, read-only;
+        systemd then mounts what an ordinary machine has in /sys/fs."""
+        argv = [r.tool("systemd-nspawn", "systemd-container"), "--quiet", "--register=no", "--keep-unit", "--console=pipe", "-D", self.path]
+        if whole_sys:
+            # nspawn leaves out folders of /sys if it makes the network namespace itself.
+            argv = [r.tool("unshare", "util-linux"), "--net", *argv, "--capability=CAP_NET_ADMIN", *options, "--boot"]
+        else:
+            argv = [*argv, "--private-network", *options, "--boot"]
+        # The machines of this project's CI have version 1 of control groups, which newer ones
+        # refuse unless told.
         env = {**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"}
         self.container = r.Child(self.rig, f"nspawn-{self.suite}", argv, env=env)
         self.leader = r.wait_for(f"{self.suite} has a first process", self._first, BOOT_S)

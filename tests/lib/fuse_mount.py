@@ -1,5 +1,6 @@
 """A FUSE mount under test: its server, and checks for the FUSE tests."""
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -93,6 +94,21 @@ class Opened:
 
     def __exit__(self, *_):
         os.close(self.fd)
+
+
+@contextlib.contextmanager
+def device_for_all(folder):
+    """A /dev/fuse that every user may open, in the mount namespace of the tests."""
+    device = folder / "fuse"
+    r.run(["cp", "-a", "/dev/fuse", device])
+    device.chmod(0o666)
+    r.run(["mount", "--bind", device, "/dev/fuse"])
+    try:
+        # /tmp is mounted with nodev on many machines, which the mount took over.
+        r.run(["mount", "-o", "remount,bind,dev", "/dev/fuse"])
+        yield
+    finally:
+        r.run(["umount", "/dev/fuse"], check=False)
 
 
 class Suite:

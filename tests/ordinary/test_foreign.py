@@ -44,6 +44,12 @@ class Foreign:
         options = f"fd={self.session},rootmode=40000,user_id=0,group_id=0".encode()
         if namespaces.libc.mount(b"other", bytes(self.point), b"fuse.other", 0, options) != 0:
             raise r.Failed(f"mount: {os.strerror(ctypes.get_errno())}")
+        # As /tmp is in Debian 13.
+        self.tmp = rig.dir / "tmp"
+        self.tmp.mkdir()
+        r.run(["mount", "-t", "tmpfs", "-o", "nosuid,nodev,mode=1777", "tmp", self.tmp])
+        os.chmod(rig.dir, 0o755)
+        self.env = {**os.environ, "TMPDIR": str(self.tmp)}
         for name in TAPS:
             make_tap(name)
         ip = r.tool("ip", "iproute2")
@@ -68,7 +74,7 @@ class Foreign:
         r.require(events == [(self.session, select.POLLIN)], f"the foreign connection was aborted: {events}")
 
     def end(self):
-        fuse_guard.unmount([self.point])
+        fuse_guard.unmount([self.point, self.tmp])
         os.close(self.session)
         self.process.kill()
 
@@ -94,7 +100,7 @@ def foreign(rig):
 ], ids=lambda selection: selection[0].split("/")[1])
 def test_black_box_tests(foreign, selection):
     """Groups that look at mounts, interfaces and processes."""
-    done = r.run([r.ROOT / "scripts/pytest", "--lines", "-q", *selection], timeout_s=600, check=False, cwd="/")
+    done = r.run([r.ROOT / "scripts/pytest", "--lines", "-q", *selection], timeout_s=600, check=False, cwd="/", env=foreign.env)
     r.require(done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-1000:]}")
     r.require(re.search(r"^ok ", done.stdout, re.MULTILINE), f"no test ran: {done.stdout[-600:]}")
     foreign.check()
