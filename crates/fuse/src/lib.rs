@@ -63,7 +63,7 @@ use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{ExportSpec, Transport};
 
 use self::mount::{Mount, Mountpoint, Options, clone_channel};
-pub use self::plan::{QueuePlan, plan};
+pub use self::plan::{QueuePlan, check_uring, cpus_of, plan};
 use crate::queue::{
     ChannelGroup, ChannelTransport, FuseQueue, FuseShared, MountConfig, MountEvent, QueueConfig, RingQueue,
 };

@@ -32,6 +32,7 @@ use vshunt_sandbox as sandbox;
 use vshunt_types::error::{Error, Kind, Result};
 use vshunt_types::spec::AllowOther;
 
+pub use self::helper::{find as find_helper, may_allow_other};
 pub use self::point::{Mountpoint, identity, remove_left_behind, uncover};
 use self::table::{MountId, look, open_path};
 use self::umount::{How, Outcome};

@@ -67,21 +67,29 @@ pub fn plan(spec: &ExportSpec, disk: &Disk, queues_max: u16, queues_default: u16
     Ok(QueuePlan { transport, transport_reason, queues, passthrough, passthrough_reason })
 }
 
+/// Checks whether the kernel offers FUSE over io_uring to this process, as `transport=auto` does.
+///
+/// # Errors
+/// The reason why `transport=auto` uses channels of /dev/fuse, with the remedy.
+pub fn check_uring() -> Result<(), String> {
+    uring_is_on()?;
+    forbidden_cpus().map_or(Ok(()), Err)
+}
+
+/// Checks the parameter of the kernel's fuse module.
+fn uring_is_on() -> Result<(), String> {
+    match std::fs::read_to_string(ENABLE_URING) {
+        Ok(text) if text.trim() == "Y" => Ok(()),
+        Ok(_) => {
+            Err(format!("FUSE over io_uring is switched off; root can switch it on: echo Y >{ENABLE_URING}"))
+        }
+        Err(_) => Err(format!("this kernel has no FUSE over io_uring (Linux 6.14 or newer, {ENABLE_URING})")),
+    }
+}
+
 /// The number of ring queues, or the reason why there can be none.
 fn ring_queues(spec: &ExportSpec, queues_max: u16) -> Result<u16, String> {
-    match std::fs::read_to_string(ENABLE_URING) {
-        Ok(text) if text.trim() == "Y" => {}
-        Ok(_) => {
-            return Err(format!(
-                "FUSE over io_uring is switched off; root can switch it on: echo Y >{ENABLE_URING}"
-            ));
-        }
-        Err(_) => {
-            return Err(format!(
-                "this kernel has no FUSE over io_uring (Linux 6.14 or newer, {ENABLE_URING})"
-            ));
-        }
-    }
+    uring_is_on()?;
     let cpus = possible_cpus()?;
     if cpus >= queues_max {
         return Err(format!(
@@ -122,8 +130,8 @@ fn forbidden(online: &[usize], allowed: &[usize]) -> Option<String> {
     ))
 }
 
-/// CPU numbers of a list in the kernel's notation: `0-3,8`.
-fn cpus_of(list: &str) -> Vec<usize> {
+/// Returns the CPU numbers of a list in the kernel's notation: `0-3,8`.
+pub fn cpus_of(list: &str) -> Vec<usize> {
     let range = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         Some(first.parse().ok()?..=last.parse().ok()?)

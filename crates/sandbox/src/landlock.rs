@@ -55,6 +55,14 @@ struct PathBeneath {
     parent_fd: i32,
 }
 
+/// Returns the version of the kernel's Landlock interface. 0: there is none, or it is switched off.
+pub fn version() -> u32 {
+    let none = std::ptr::null::<u8>();
+    // SAFETY: with this flag the kernel reads no memory.
+    let version = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, none, 0, ASK_VERSION) };
+    u32::try_from(version).unwrap_or(0)
+}
+
 /// A descriptor that a client passed. It grants the access that it is open for; a folder grants
 /// everything in it.
 pub type Granted = Arc<dyn AsFd + Send + Sync>;
@@ -75,11 +83,8 @@ impl Ruleset {
     /// # Errors
     /// The system's.
     pub(super) fn new(rules: &[Rule], granted: &[Granted]) -> io::Result<Option<Self>> {
-        let none = std::ptr::null::<u8>();
-        // SAFETY: with this flag the kernel reads no memory.
-        let version = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, none, 0, ASK_VERSION) };
-        let handled: u64 = match version {
-            ..=0 => return Ok(None),
+        let handled: u64 = match version() {
+            0 => return Ok(None),
             1 => (1 << 13) - 1,
             2 => (1 << 14) - 1,
             3 | 4 => (1 << 15) - 1,

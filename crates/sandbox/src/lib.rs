@@ -43,8 +43,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use granted::{as_command, reopen, set_granted};
-pub use landlock::Granted;
 use landlock::Ruleset;
+pub use landlock::{Granted, version as landlock_version};
 pub use launcher::{detach, errand, spawn};
 pub use places::check_place;
 use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};

@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 const TUNSETIFF: libc::Ioctl = 0x4004_54CA;
 const TUNGETIFF: libc::Ioctl = 0x8004_54D2_u32 as libc::Ioctl;
 const TUNSETQUEUE: libc::Ioctl = 0x4004_54D9;
+const TUNGETFEATURES: libc::Ioctl = 0x8004_54CF_u32 as libc::Ioctl;
 const TUNGETDEVNETNS: libc::Ioctl = 0x54E3;
 /// The argument is a value.
 pub(super) const TUNSETPERSIST: libc::Ioctl = 0x4004_54CB;
@@ -93,6 +94,16 @@ pub(super) fn joined(tap: impl AsFd) -> io::Result<(String, u16)> {
     req.call(tap, TUNGETIFF)?;
     let name = req.name.split(|byte| *byte == 0).next().unwrap_or_default();
     Ok((String::from_utf8_lossy(name).into_owned(), req.flags()))
+}
+
+/// TUNGETFEATURES: returns the flags that TUNSETIFF accepts. The file needs no interface.
+pub(super) fn features(tun: impl AsFd) -> io::Result<u32> {
+    let mut flags: libc::c_uint = 0;
+    // SAFETY: TUNGETFEATURES writes an unsigned int, and `flags` outlives the call.
+    match unsafe { libc::ioctl(tun.as_fd().as_raw_fd(), TUNGETFEATURES, &raw mut flags) } {
+        0 => Ok(flags),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// TUNSETQUEUE.

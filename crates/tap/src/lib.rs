@@ -72,7 +72,7 @@ mod tap;
 pub use given::parse_fds;
 pub use netns::check as check_netns;
 pub use offloads::Offloads;
-pub use open::{Options, check_name};
+pub use open::{Options, check_name, probe};
 pub use queue::TapQueue;
 pub use steering::Steering;
 pub use tap::Tap;

@@ -133,6 +133,17 @@ fn open_tun(netns: &Netns) -> Result<File> {
     })
 }
 
+/// Tests whether this process can open /dev/net/tun, and whether the kernel's taps can have several
+/// queues. Makes no interface.
+///
+/// # Errors
+/// There is no /dev/net/tun, or no permission. The message has the remedy.
+pub fn probe() -> Result<bool> {
+    let tun = open_tun(&Netns::open(None)?)?;
+    let features = ifreq::features(&tun).map_err(|e| Error::io("cannot query the module tun", e))?;
+    Ok(features & u32::from(ifreq::IFF_MULTI_QUEUE) != 0)
+}
+
 /// Returns the device file of a macvtap. Its number is the interface's index, which an interface of
 /// another namespace may have, too.
 pub(super) fn macvtap_device(name: &str, link: &Link, netns: &Netns) -> Result<PathBuf> {

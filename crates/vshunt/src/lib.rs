@@ -9,6 +9,7 @@
 //! | `program` | `vshunt-blk` and `vshunt-net`: the same server under other command lines |
 //! | `serve` | `vshunt serve`: start and end of the daemon, signals, sandbox, service manager |
 //! | `qmp` | the server of the control socket, and its commands |
+//! | `doctor` | `vshunt doctor`: checks what vshunt needs on this host |
 //! | `config` | what a daemon is started with: flags of `serve` and the configuration file |
 //! | `metrics` | the HTTP server for Prometheus |
 //! | `image` | `vshunt image`: commands on images that no program uses |
@@ -29,6 +30,7 @@
 
 mod cli;
 mod config;
+mod doctor;
 mod image;
 mod keyval;
 mod metrics;

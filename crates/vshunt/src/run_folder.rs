@@ -9,7 +9,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Access, Mode, OFlags};
 use rustix::process::geteuid;
 
 use crate::outcome::{Failure, Outcome};
@@ -52,13 +52,36 @@ pub(crate) fn parent() -> Option<PathBuf> {
 /// There is no place for it, it cannot be made, or another user could change it. `remedy` says what
 /// to give in its place.
 pub(crate) fn make(remedy: &str) -> Outcome<PathBuf> {
-    let parent = parent().ok_or_else(|| {
-        Failure::Failed(format!(
-            "no folder for the socket: XDG_RUNTIME_DIR is not set, and there is no {OF_USERS}/{}; {remedy}",
-            geteuid().as_raw()
-        ))
-    })?;
-    make_in(&parent).map_err(|why| Failure::Failed(format!("{why}; {remedy}")))
+    let made = parent().ok_or_else(no_parent).and_then(|parent| make_in(&parent));
+    made.map_err(|why| Failure::Failed(format!("{why}; {remedy}")))
+}
+
+/// Looks for the folder without making it. Returns its path, and whether it is there.
+///
+/// # Errors
+/// The reason why [`make`] would fail.
+pub(crate) fn look() -> Result<(PathBuf, bool), String> {
+    look_in(&parent().ok_or_else(no_parent)?)
+}
+
+fn look_in(parent: &Path) -> Result<(PathBuf, bool), String> {
+    check(parent, true)?;
+    let folder = parent.join(NAME);
+    let is_there = std::fs::symlink_metadata(&folder).is_ok();
+    let written = if is_there {
+        check(&folder, false)?;
+        &folder
+    } else {
+        parent
+    };
+    rustix::fs::access(written, Access::WRITE_OK | Access::EXEC_OK)
+        .map_err(|e| format!("{} cannot be written: {}", written.display(), io::Error::from(e)))?;
+    Ok((folder, is_there))
+}
+
+fn no_parent() -> String {
+    let user = geteuid().as_raw();
+    format!("no folder for the socket: XDG_RUNTIME_DIR is not set, and there is no {OF_USERS}/{user}")
 }
 
 fn make_in(parent: &Path) -> Result<PathBuf, String> {
@@ -122,6 +145,23 @@ mod tests {
         // The administrator may have opened it for a group.
         set_mode(&folder, 0o2770);
         assert_eq!(make_in(dir.path()).unwrap(), folder);
+    }
+
+    #[test]
+    fn a_look_finds_it_and_makes_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vshunt");
+        assert_eq!(look_in(dir.path()), Ok((path.clone(), false)));
+        assert!(!path.exists());
+        make_in(dir.path()).unwrap();
+        assert_eq!(look_in(dir.path()), Ok((path.clone(), true)));
+        set_mode(&path, 0o777);
+        assert!(look_in(dir.path()).unwrap_err().contains("all users may change the folder"));
+        assert!(look_in(&dir.path().join("none")).unwrap_err().contains("cannot look at the folder"));
+        if !geteuid().is_root() {
+            set_mode(&path, 0o500);
+            assert!(look_in(dir.path()).unwrap_err().contains("cannot be written"));
+        }
     }
 
     #[test]

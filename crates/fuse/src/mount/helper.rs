@@ -31,8 +31,8 @@ const RUN_LIMIT: Duration = Duration::from_secs(10);
 /// Its settings. One of them permits `allow_other`.
 const SETTINGS: &str = "/etc/fuse.conf";
 
-/// Returns the path of the program, if it is installed.
-pub(super) fn find() -> Option<PathBuf> {
+/// Returns the path of fusermount3, if it is installed.
+pub fn find() -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
         .filter(|folder| folder.is_absolute())
@@ -41,8 +41,8 @@ pub(super) fn find() -> Option<PathBuf> {
         .find(|program| rustix::fs::access(program, Access::EXEC_OK).is_ok())
 }
 
-/// Whether it mounts with `allow_other` for this user.
-pub(super) fn may_allow_other() -> bool {
+/// Returns whether fusermount3 mounts with `allow_other` for this user.
+pub fn may_allow_other() -> bool {
     rustix::process::getuid().is_root() || fs::read_to_string(SETTINGS).is_ok_and(|text| says_allow(&text))
 }
 

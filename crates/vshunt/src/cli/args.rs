@@ -14,8 +14,8 @@ use clap::{Args, Parser, Subcommand};
 use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerKind, WorkerSpec};
 
 use crate::config::args::{LogArgs, MOUNT, MOUNT_AFTER, MountArgs, SERVE, SERVE_AFTER, ServeArgs};
-use crate::image;
 use crate::values::{Cpus, boxed_export, cpus, disk_size, nice, poll_us, spec, worker_name};
+use crate::{doctor, image};
 
 const ABOUT: &str =
     "Virtual disks and networks served by many queues and many workers: any queue, any worker, at any time";
@@ -141,6 +141,9 @@ pub(crate) enum Command {
         #[arg(value_name = "ARGUMENTS")]
         arguments: Option<String>,
     },
+    /// Check what vshunt needs on this host, and name the remedy for what is missing
+    #[command(after_long_help = doctor::AFTER)]
+    Doctor(ListArgs),
     /// Write the man pages into a directory
     Man {
         /// The directory; a missing one is made

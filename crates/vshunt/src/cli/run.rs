@@ -18,7 +18,7 @@ use super::passing::{self, Wanted};
 use super::{jobs, pages, show, snapshot};
 use crate::outcome::{Failure, Outcome, print};
 use crate::serve::{ServeOptions, serve};
-use crate::{config, image};
+use crate::{config, doctor, image};
 
 /// The time limit of `quit` for the end of the daemon.
 const QUIT_TIME: Duration = Duration::from_secs(60);
@@ -54,6 +54,7 @@ pub(super) fn run(cli: Cli) -> Outcome {
             let arguments = parse_arguments(arguments.as_deref())?;
             print_json(&connect()?.execute(&command, arguments)?)
         }
+        Command::Doctor(ListArgs { json }) => doctor::run(control.as_ref(), json),
         Command::Man { directory } => pages::write_man(&directory),
         Command::Completions { shell } => print(&pages::completions(shell)),
     }
