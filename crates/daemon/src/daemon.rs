@@ -7,6 +7,7 @@ mod nets;
 mod resize;
 mod snapshot;
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, Weak};
@@ -490,15 +491,17 @@ impl Daemon {
 
     /// Returns all workers, sorted by id.
     pub fn workers(&self) -> Vec<WorkerInfo> {
-        let queues = self.queues();
-        let on =
-            |id| queues.iter().filter(move |q| q.worker == id).map(|q| format!("{}:{}", q.export, q.index));
+        let mut queues: HashMap<WorkerId, Vec<String>> = HashMap::new();
+        for queue in self.queues() {
+            let name = format!("{}:{}", queue.export, queue.index);
+            queues.entry(queue.worker).or_default().push(name);
+        }
         let stalled = self.workers.stalled();
         let states = self.workers.states();
         states
             .into_iter()
             .map(|w| WorkerInfo {
-                queues: on(w.id).collect(),
+                queues: queues.remove(&w.id).unwrap_or_default(),
                 id: w.id,
                 name: w.name,
                 kind: if w.kernel_of.is_some() { WorkerKind::Kernel } else { WorkerKind::User },

@@ -66,7 +66,8 @@ pub enum Cache {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskSpec {
-    /// The name, unique among disks.
+    /// The name, unique among disks. Flags and configuration files may leave it out if there is a
+    /// `file`: it is then the name of the file without its ending.
     pub name: String,
     /// The format. Absent: `raw`. A file that begins as a qcow2 image is refused as `raw`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -209,7 +210,8 @@ pub struct ExportSpec {
     /// The kind of device.
     #[serde(rename = "type")]
     pub kind: ExportKind,
-    /// The name, unique among exports.
+    /// The name, unique among exports. Flags and configuration files may leave it out: it is then
+    /// that of the disk, tap or network.
     pub name: String,
     /// vhost-user-blk, fuse: the name of the disk.
     #[serde(default, skip_serializing_if = "String::is_empty")]

@@ -66,7 +66,8 @@ pub struct NetSpec {
     /// The kind of network.
     #[serde(rename = "type")]
     pub kind: NetKind,
-    /// The name, unique among networks.
+    /// The name, unique among networks. Flags and configuration files may leave it out if there is
+    /// an `ifname`: it is then that name.
     pub name: String,
     /// tap: the interface, a tap or macvtap. An existing one is adopted and stays. Otherwise a tap
     /// is made, and removed with the network. Exclusive with `fd`.

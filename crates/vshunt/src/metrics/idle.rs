@@ -1,17 +1,18 @@
 //! Queues that never started have no metrics, if an export has many of them.
 
-use std::collections::BTreeSet;
+use std::collections::HashMap;
 
 use vshunt_types::spec::QueueInfo;
 
 /// Leaves out the queues that never started, if an export has many of them. They would be most of
 /// the text.
 pub(super) fn shown(queues: Vec<QueueInfo>) -> Vec<QueueInfo> {
-    let idle = |export: &str| queues.iter().filter(|q| q.export == export && !q.has_started()).count();
-    let exports: BTreeSet<_> = queues.iter().map(|q| &q.export).collect();
-    let many: BTreeSet<String> =
-        exports.into_iter().filter(|export| idle(export) > QueueInfo::IDLE_SHOWN).cloned().collect();
-    queues.into_iter().filter(|q| q.has_started() || !many.contains(&q.export)).collect()
+    let mut idle: HashMap<String, usize> = HashMap::new();
+    for queue in queues.iter().filter(|queue| !queue.has_started()) {
+        *idle.entry(queue.export.clone()).or_default() += 1;
+    }
+    idle.retain(|_, count| *count > QueueInfo::IDLE_SHOWN);
+    queues.into_iter().filter(|q| q.has_started() || !idle.contains_key(&q.export)).collect()
 }
 
 #[cfg(test)]
