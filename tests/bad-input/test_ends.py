@@ -67,7 +67,10 @@ class Ends:
         return next(e for e in self.daemon.status()["exports"] if e["name"] == name)["connected"]
 
     def descriptors(self):
-        """Open files of the daemon, without the socket that it has for each process that receives descriptors."""
+        """Open files of the daemon, without the socket that it has for each process that receives descriptors. None without root:
+        the daemon hides them from other programs of its user."""
+        if os.geteuid() != 0:
+            return None
         return len(os.listdir(f"/proc/{self.daemon.child.pid}/fd")) - len(r.receivers(self.daemon.child.pid))
 
     def all_removable(self):
@@ -97,7 +100,8 @@ def ends(request, served):
             made.all_removable()
     finally:
         made.remove_by_force()
-    r.wait_for("the daemon has no more descriptors than before", lambda: made.descriptors() <= before)
+    if before is not None:
+        r.wait_for("the daemon has no more descriptors than before", lambda: made.descriptors() <= before)
 
 
 def test_its_own_end_with_a_message_that_it_never_finishes_then_it_leaves(ends):
