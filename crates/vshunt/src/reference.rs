@@ -1,9 +1,10 @@
-//! The pages of docs/reference. They are generated from the tables in code: the command line, the
-//! table of commands with the structs of their arguments and answers, the metrics, and the keys of
-//! the configuration file.
+//! The pages of docs/reference, and the dashboard. They are generated from the tables in code: the
+//! command line, the table of commands with the structs of their arguments and answers, the
+//! metrics, and the keys of the configuration file.
 //!
 //! `make reference` writes the pages. Without it the test compares them.
 
+mod dashboard;
 mod source;
 
 use std::fmt::Write as _;
@@ -52,7 +53,7 @@ const OBJECTS: &[&str] = &[
 const MADE: &str = "<!-- Made from the tables in code by `make reference`. Do not edit. -->\n\n";
 
 /// The remedy if a page differs from the code.
-const REMEDY: &str = "run `make reference`, and commit docs/reference";
+const REMEDY: &str = "run `make reference`, and commit docs/reference and packaging/grafana";
 
 fn root() -> &'static Path {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().and_then(Path::parent);
@@ -301,17 +302,20 @@ fn argument(arg: &clap::Arg) -> String {
 #[test]
 fn the_pages_say_what_the_code_does() {
     let write = std::env::var_os("VSHUNT_REFERENCE").is_some_and(|v| v == "write");
-    let folder = root().join("docs/reference");
-    for (name, page) in
-        [("flags", flags()), ("qmp", qmp()), ("metrics", metrics_page()), ("config", config())]
-    {
-        let path = folder.join(name).with_extension("md");
+    for (name, page) in [
+        ("docs/reference/flags.md", flags()),
+        ("docs/reference/qmp.md", qmp()),
+        ("docs/reference/metrics.md", metrics_page()),
+        ("docs/reference/config.md", config()),
+        ("packaging/grafana/vshunt.json", dashboard::dashboard(&metrics::families::tests::rows())),
+    ] {
+        let path = root().join(name);
         if write {
             std::fs::write(&path, &page).unwrap();
         }
         let there = std::fs::read_to_string(&path).unwrap_or_default();
         let differs = there.lines().zip(page.lines()).find(|(a, b)| a != b);
-        assert!(there == page, "docs/reference/{name}.md differs from the code; {REMEDY}: {differs:?}");
+        assert!(there == page, "{name} differs from the code; {REMEDY}: {differs:?}");
     }
 }
 
