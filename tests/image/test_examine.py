@@ -220,7 +220,7 @@ class TestExamine:
         struct.pack_into(">I", image, at, 0x12345678)
         (both.dir / "unnamed").write_bytes(image)
         for command in EXAMINE:
-            r.message_of(both.ours(*on(command, "unnamed"), check=False), "unnamed", "format", "rebase -u")
+            r.message_of(both.ours(*on(command, "unnamed"), check=False), "unnamed", "format", "image rebase -u")
         # A sparse file that claims a huge disk ends in time.
         both.theirs("create", "-q", "-f", "qcow2", "-o", "cluster_size=2M", "vast", "2E")
         for command in (["map"], ["map", "--output=json"], ["measure", "-O", "qcow2", "-o", "cluster_size=2M"]):

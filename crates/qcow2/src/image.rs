@@ -106,6 +106,7 @@ impl<'s> Image<'s> {
         let bytes = new.encode()?;
         let old = &self.header;
         let same_names = (
+            old.version,
             &old.backing,
             &old.backing_format,
             &old.data_file,
@@ -114,6 +115,7 @@ impl<'s> Image<'s> {
             old.bitmaps,
             old.mark,
         ) == (
+            new.version,
             &new.backing,
             &new.backing_format,
             &new.data_file,

@@ -34,6 +34,7 @@
 )]
 
 mod alloc;
+pub mod amend;
 pub mod bitmap;
 mod bytes;
 mod change;

@@ -78,7 +78,8 @@ impl<'s> Reader<'s> {
         Self::of(image, found.l1_offset, entries, size)
     }
 
-    fn of(image: Image<'s>, at: u64, entries: u64, size: u64) -> Result<Self> {
+    /// Reads an L1 table of `entries` entries at `at`, for a disk of `size` bytes.
+    pub(crate) fn of(image: Image<'s>, at: u64, entries: u64, size: u64) -> Result<Self> {
         if entries * 8 > crate::header::L1_BYTES_MAX {
             return Err(Error::corrupt(format!("an L1 table of {entries} entries")));
         }

@@ -3,6 +3,7 @@
 //! The commands run in this process, without a daemon. They lock the image as QEMU does.
 
 mod access;
+mod amend;
 mod args;
 mod bitmap;
 mod chain;
@@ -10,12 +11,14 @@ mod check;
 mod compare;
 mod convert;
 mod create;
+mod dd;
 mod file;
 mod info;
 mod journal;
 mod map;
 mod measure;
 mod progress;
+mod rebase;
 mod resize;
 mod snapshot;
 mod units;
@@ -49,6 +52,9 @@ pub(crate) fn run(command: ImageCommand, quiet: bool) -> Outcome {
         ImageCommand::Measure(args) => measure::run(&args),
         ImageCommand::Compare(args) => compare::run(&args, quiet),
         ImageCommand::Check(args) => check::run(&args, quiet),
+        ImageCommand::Amend(args) => amend::run(&args, quiet),
+        ImageCommand::Rebase(args) => rebase::run(&args, quiet),
+        ImageCommand::Dd(args) => dd::run(&args, quiet),
         ImageCommand::Resize(args) => resize::run(&args, quiet),
         ImageCommand::Snapshot(args) => snapshot::run(&args, quiet),
         ImageCommand::Bitmap(args) => bitmap::run(&args, quiet),

@@ -300,7 +300,7 @@ fn open_image(opened: &mut OpenFiles, spec: &DiskSpec, path: &Path, growable: bo
             // A guest controls the contents of a raw disk. If the format were guessed from them,
             // the guest could name any file of the host as a backing image.
             return Err(Error::invalid(format!(
-                "{shown} does not name the format of its backing image {name}: add it with 'qemu-img rebase -u -b {name} \
+                "{shown} does not name the format of its backing image {name}: add it with 'vshunt image rebase -u -b {name} \
                  -F FORMAT {shown}'"
             )));
         }

@@ -22,6 +22,8 @@ pub(super) enum Wanted {
 pub(super) struct Opened {
     pub(super) disk: DiskAccess,
     pub(super) format: ImageFormat,
+    /// Whether completed writes may be missing.
+    pub(super) lost_writes: bool,
 }
 
 /// Returns the format of an image, detected if it is not given. Refuses what cannot be opened.
@@ -52,8 +54,10 @@ pub(super) fn open(path: &Path, format: Option<ImageFormat>, wanted: Wanted) -> 
     let format = format_of(path, format, wanted)?;
     let failed = |e: vshunt_types::error::Error| Failure::Failed(e.to_string());
     let disk = Disk::open(&spec(path, format, wanted)).map_err(failed)?;
-    disk.unclean_images().iter().for_each(|reading| eprintln!("vshunt: {}", reading.text));
+    let readings = disk.unclean_images();
+    readings.iter().for_each(|reading| eprintln!("vshunt: {}", reading.text));
+    let lost_writes = disk.lost_writes() || readings.iter().any(|reading| reading.lost_writes);
     let disk = DiskAccess::new(disk)
         .map_err(|e| Failure::Failed(format!("{}: an io_uring cannot be made: {e}", path.display())))?;
-    Ok(Opened { disk, format })
+    Ok(Opened { disk, format, lost_writes })
 }

@@ -1,9 +1,7 @@
 //! The command line of `vshunt image`.
 
 mod examine;
-
-use self::examine::{COMPARE_AFTER, MAP_AFTER, MEASURE_AFTER};
-pub(crate) use self::examine::{CompareArgs, MapArgs, MeasureArgs};
+mod modify;
 
 use std::path::PathBuf;
 
@@ -11,13 +9,17 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Deserialize;
 
+use self::examine::{COMPARE_AFTER, MAP_AFTER, MEASURE_AFTER};
+pub(crate) use self::examine::{CompareArgs, MapArgs, MeasureArgs};
+use self::modify::{AMEND_AFTER, DD_AFTER, REBASE_AFTER};
+pub(crate) use self::modify::{AmendArgs, DdArgs, RebaseArgs, amend_options};
 use super::ImageFormat;
 use crate::keyval::parse_size;
 
 pub(crate) const AFTER: &str = "\
 Exit status:
-  As for every command (vshunt --help). `check`, `compare` and `convert` have
-  codes of their own: see for example vshunt image check --help.
+  As for every command (vshunt --help). `check`, `compare`, `convert` and `dd`
+  have codes of their own: see for example vshunt image check --help.
 
 Examples:
   vshunt image create -f qcow2 disk.qcow2 20G
@@ -27,6 +29,7 @@ Examples:
   vshunt image map disk.qcow2
   vshunt image measure -O qcow2 disk.raw
   vshunt image compare disk.raw disk.qcow2
+  vshunt image rebase -b base2.qcow2 -F qcow2 overlay.qcow2
   vshunt image check -r all disk.qcow2
   vshunt image resize disk.qcow2 +10G
   vshunt image snapshot -c before-update disk.qcow2
@@ -66,6 +69,15 @@ pub(crate) enum ImageCommand {
     /// Check an image, and repair it
     #[command(after_long_help = CHECK_AFTER)]
     Check(CheckArgs),
+    /// Change options of an image
+    #[command(after_long_help = AMEND_AFTER)]
+    Amend(AmendArgs),
+    /// Change the backing file of an image
+    #[command(after_long_help = REBASE_AFTER)]
+    Rebase(RebaseArgs),
+    /// Copy a part of an image to a new one
+    #[command(after_long_help = DD_AFTER)]
+    Dd(DdArgs),
     /// Change the size of the disk in an image
     #[command(after_long_help = "Examples:\n  vshunt image resize disk.qcow2 40G\n  \
         vshunt image resize disk.qcow2 +10G\n  vshunt image resize --shrink disk.qcow2 5G")]
@@ -117,7 +129,7 @@ At the end there is a line with bytes, seconds and rate, unless -q is given.
 
 An image whose vshunt was killed is copied with the changes in its map journal. If
 the journal is missing, or belongs to another state of the image, there is a
-warning.
+warning. If the command is killed, the new image is incomplete: remove it.
 
 Exit status:
   0   the copy is complete

@@ -85,7 +85,7 @@ fn below(layer: &mut Layer, purpose: For) -> Outcome<Option<(PathBuf, Option<Ima
 fn no_format(path: &Path, name: Option<&str>) -> Failure {
     let (shown, name) = (path.display(), name.unwrap_or_default());
     Failure::Failed(format!(
-        "{shown} does not name the format of its backing image {name}; set it with 'qemu-img rebase -u -b {name} \
+        "{shown} does not name the format of its backing image {name}; set it with 'vshunt image rebase -u -b {name} \
          -F FORMAT {shown}'"
     ))
 }

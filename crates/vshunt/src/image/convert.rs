@@ -87,7 +87,7 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
 
 /// Refuses a target that is a file of the source image, under any name. It would be truncated
 /// before it is read.
-fn not_of(target: &Path, image: PathBuf, is_qcow2: bool) -> Outcome {
+pub(super) fn not_of(target: &Path, image: PathBuf, is_qcow2: bool) -> Outcome {
     let id = |path: &Path| std::fs::metadata(path).ok().map(|m| (m.dev(), m.ino()));
     let Some(target_id) = id(target) else { return Ok(()) };
     let (shown, top) = (target.display(), image.display().to_string());

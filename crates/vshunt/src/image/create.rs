@@ -20,19 +20,19 @@ use crate::outcome::{Failure, Outcome, print};
 /// The options of `-o`, with the names of qemu-img.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Wanted {
-    size: Option<u64>,
-    compat: Option<String>,
-    cluster_size: Option<u64>,
-    refcount_bits: Option<u64>,
-    extended_l2: Option<bool>,
-    lazy_refcounts: Option<bool>,
-    preallocation: Option<Mode>,
-    backing_file: Option<String>,
-    backing_fmt: Option<String>,
-    data_file: Option<String>,
-    data_file_raw: Option<bool>,
-    compression_type: Option<Type>,
+pub(super) struct Wanted {
+    pub(super) size: Option<u64>,
+    pub(super) compat: Option<String>,
+    pub(super) cluster_size: Option<u64>,
+    pub(super) refcount_bits: Option<u64>,
+    pub(super) extended_l2: Option<bool>,
+    pub(super) lazy_refcounts: Option<bool>,
+    pub(super) preallocation: Option<Mode>,
+    pub(super) backing_file: Option<String>,
+    pub(super) backing_fmt: Option<String>,
+    pub(super) data_file: Option<String>,
+    pub(super) data_file_raw: Option<bool>,
+    pub(super) compression_type: Option<Type>,
 }
 
 impl Mode {
@@ -48,7 +48,7 @@ impl Mode {
 
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum Type {
+pub(super) enum Type {
     Zlib,
     Zstd,
 }
@@ -91,7 +91,8 @@ pub(super) fn data_file(options: &[String], image: &Path) -> Outcome<Option<Path
     Ok(w.data_file.map(|name| beside(image, &name)))
 }
 
-fn parsed(options: &[String]) -> Outcome<Wanted> {
+/// Parses options `-o`. The last one of a name counts.
+pub(super) fn parsed(options: &[String]) -> Outcome<Wanted> {
     let text = last_of_each(&options.join(","));
     match options.is_empty() {
         true => Ok(Wanted::default()),
@@ -124,6 +125,15 @@ pub(super) fn qcow2_options(options: &[String], size: u64) -> Outcome<Options> {
     w.options(size, backing)
 }
 
+/// Returns the version for a value of `compat`.
+pub(super) fn version(compat: &str) -> Outcome<u32> {
+    match compat {
+        "1.1" | "v3" => Ok(3),
+        "0.10" | "v2" => Ok(2),
+        other => Err(Failure::Usage(format!("compat={other} is neither 0.10 nor 1.1"))),
+    }
+}
+
 fn only_raw() -> Failure {
     Failure::Usage(
         "format raw has the options size and preallocation=off|falloc|full; give the format qcow2 for others"
@@ -148,13 +158,7 @@ impl Wanted {
 
     /// Returns the options of a qcow2 image.
     fn options(self, size: u64, backing: Option<(String, String)>) -> Outcome<Options> {
-        let version = match self.compat.as_deref() {
-            None | Some("1.1" | "v3") => 3,
-            Some("0.10" | "v2") => 2,
-            Some(other) => {
-                return Err(Failure::Usage(format!("compat={other} is neither 0.10 nor 1.1")));
-            }
-        };
+        let version = self.compat.as_deref().map_or(Ok(3), version)?;
         if self.data_file.is_none() && self.data_file_raw.is_some() {
             return Err(Failure::Usage(
                 "data_file_raw without data_file; give the name of the data file too".into(),

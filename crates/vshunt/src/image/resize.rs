@@ -65,7 +65,8 @@ fn raw(path: &Path, file: &ImageFile, (old, size): (u64, u64), mode: Mode, quiet
     done.map_err(|e| Failure::Failed(format!("cannot resize {}: {e}", path.display())))
 }
 
-fn qcow2(path: &Path, file: &ImageFile, size: u64, mode: Mode, quiet: bool) -> Outcome {
+/// Changes the size of the disk in a qcow2 image, which was checked.
+pub(super) fn qcow2(path: &Path, file: &ImageFile, size: u64, mode: Mode, quiet: bool) -> Outcome {
     let header = Image::open(file).map_err(|e| failed(path, &e))?.header().clone();
     let data = match &header.data_file {
         Some(name) => Some(ImageFile::open(&beside(path, name), For::Writing)?),
@@ -111,7 +112,7 @@ fn below(path: &Path, header: &Header) -> Outcome<Option<u64>> {
         (None, _) => Ok(None),
         (Some(name), Some(format)) => backing_size(path, name, format).map(Some),
         (Some(name), None) => Err(Failure::Failed(format!(
-            "{} does not name the format of its backing image {name}; set it with `qemu-img rebase -u -b {name} -F FORMAT`",
+            "{} does not name the format of its backing image {name}; set it with 'vshunt image rebase -u -b {name} -F FORMAT'",
             path.display()
         ))),
     }
