@@ -4,9 +4,9 @@
 //! [`driver`] connects, negotiates and drives virtqueues; tests of servers use its [`Disk`].
 //! [`load`] keeps many requests in flight on many queues, and [`verify`] checks what is read.
 //! [`kernel`] drives the kernel's vhost devices. [`net`] drives network devices, with [`link`] for
-//! the host's end. The crate shares no code with the server. It implements vhost-user, vhost's
-//! ioctls, virtio-blk and virtio-net from their specifications, and uses the rings of the crate
-//! `virtio`.
+//! the host's end. The crate implements vhost-user, virtio-blk and virtio-net from their
+//! specifications. Of the server's crates it uses two: `virtio` for the driver's side of rings,
+//! guest memory and the layouts of vhost, and `vhost-kernel` for the ioctls.
 //!
 //! ```no_run
 //! use vshunt_guest::{Disk, Options};
