@@ -23,8 +23,9 @@ use crate::{keyval, run_folder};
 /// The default name of the control socket, in the folder of [`run_folder::parent`].
 const SOCKET: &str = "vshunt.sock";
 
-/// The setting of the control socket.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// The setting of the control socket. In a file: a path, or false.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "Value")]
 pub(crate) enum Control {
     /// Not set: the default path.
     #[default]
@@ -35,6 +36,18 @@ pub(crate) enum Control {
     At(PathBuf),
     /// No control socket.
     Off,
+}
+
+impl TryFrom<Value> for Control {
+    type Error = &'static str;
+
+    fn try_from(value: Value) -> Result<Self, Self::Error> {
+        match value {
+            Value::String(path) => Ok(Self::At(path.into())),
+            Value::Boolean(false) => Ok(Self::Off),
+            _ => Err("control: give the path of a socket, or false for none"),
+        }
+    }
 }
 
 /// How the log is written.
@@ -76,7 +89,8 @@ pub(crate) struct Setup {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct File {
     /// The path of the control socket, or false for none. Absent: the default path.
-    control: Option<Value>,
+    #[serde(default)]
+    control: Control,
     /// The user, by name or number, that owns the control socket. Absent: that of the daemon.
     #[serde(default, deserialize_with = "text_or_number")]
     control_owner: Option<String>,
@@ -212,14 +226,8 @@ fn read(path: &Path) -> Outcome<Setup> {
 
 fn parse(text: &str) -> Result<Setup, String> {
     let file: File = toml::from_str(text).map_err(|e| e.to_string())?;
-    let control = match file.control {
-        None => Control::Default,
-        Some(Value::String(path)) => Control::At(path.into()),
-        Some(Value::Boolean(false)) => Control::Off,
-        Some(_) => return Err("control: give the path of a socket, or false for none".into()),
-    };
     Ok(Setup {
-        control,
+        control: file.control,
         control_access: SocketAccess {
             owner: file.control_owner,
             group: file.control_group,

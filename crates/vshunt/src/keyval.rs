@@ -1,13 +1,22 @@
 //! Parser for `key=value,key=value` lists. It fills the same serde types as TOML and QMP.
 //!
 //! All lists of flags are parsed here. A comma inside a value is written `,,` (as in QEMU).
-//! Booleans are `on|off|yes|no|true|false`. Sizes take K, M, G, T, P and E (powers of 1024), also
-//! as KiB or KB.
+//! Booleans are `on|off|yes|no|true|false`. Sizes take the units of [`size_units`], also as KiB or
+//! KB.
 
 use std::fmt;
 
 use serde::de::value::StrDeserializer;
 use serde::de::{self, DeserializeOwned, DeserializeSeed, IntoDeserializer, MapAccess, SeqAccess, Visitor};
+
+/// The units of sizes, powers of 1024, as help texts and errors list them. A macro, because they
+/// are part of constant texts.
+macro_rules! size_units {
+    () => {
+        "K, M, G, T, P or E"
+    };
+}
+pub(crate) use size_units;
 
 /// Keys whose numbers may have a size suffix. The others are plain counts: `queues=1K` is a typing
 /// error.
@@ -97,10 +106,14 @@ pub(crate) fn value_of(text: &str, key: &str) -> Option<String> {
 }
 
 /// Parses a size in bytes: digits, a fraction if the result is a whole number of bytes, and a unit:
-/// B, K, M, G, T, P or E, where 10K, 10KB and 10KiB are the same. Capital letters or not.
+/// B or one of [`size_units`], where 10K, 10KB and 10KiB are the same. Capital letters or not.
 pub(crate) fn parse_size(text: &str) -> Result<u64, KeyvalError> {
-    let bad =
-        || KeyvalError(format!("`{text}` is not a size; write bytes, or a number with K, M, G, T, P or E"));
+    let bad = || {
+        KeyvalError(format!(
+            concat!("`{}` is not a size; write bytes, or a number with ", size_units!()),
+            text
+        ))
+    };
     let (number, unit) = text.split_at(text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len()));
     let shift = match unit.to_ascii_uppercase().as_str() {
         "" | "B" => 0,

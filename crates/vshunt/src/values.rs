@@ -38,7 +38,7 @@ pub(crate) fn worker_name(text: &str) -> Result<String, String> {
     checked(WorkerSpec { name: Some(text.to_owned()), ..WorkerSpec::default() }, text.to_owned())
 }
 
-/// Parses a number of bytes, with an optional suffix K, M, G, T, P or E.
+/// Parses a number of bytes, with an optional unit: see [`keyval::parse_size`].
 pub(crate) fn bytes(text: &str) -> Result<u64, String> {
     keyval::parse_size(text).map_err(|e| e.to_string())
 }

@@ -15,7 +15,7 @@ use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerKind, Wo
 
 use crate::config::args::{LogArgs, MOUNT, MOUNT_AFTER, MountArgs, SERVE, SERVE_AFTER, ServeArgs};
 use crate::values::{Cpus, boxed_export, cpus, disk_size, nice, poll_us, spec, worker_name};
-use crate::{doctor, image};
+use crate::{doctor, image, keyval};
 
 const ABOUT: &str =
     "Virtual disks and networks served by many queues and many workers: any queue, any worker, at any time";
@@ -112,8 +112,7 @@ pub(crate) enum Command {
     Resize {
         /// Name of the disk
         disk: String,
-        /// New size in bytes, or with K, M, G, T, P or E
-        #[arg(value_parser = disk_size)]
+        #[arg(value_parser = disk_size, help = concat!("New size in bytes, or with ", keyval::size_units!()))]
         size: u64,
         /// Allow a smaller size: the data beyond it is lost
         #[arg(long)]

@@ -8,6 +8,7 @@ use vshunt_sandbox::Mode;
 use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, SocketAccess, SocketMode, WorkerSpec};
 
 use super::LogFormat;
+use crate::keyval;
 use crate::metrics::Address;
 use crate::outcome::{Failure, Outcome};
 use crate::values::{poll_us, spec};
@@ -26,7 +27,8 @@ pub(crate) struct LogArgs {
     pub(crate) quiet: bool,
 }
 
-pub(crate) const SERVE: &str = "\
+pub(crate) const SERVE: &str = concat!(
+    "\
 Serve disks and networks until a signal or `vshunt quit` ends it.
 
 Disks, networks, exports and workers come from flags, from a configuration file, or later over the control \
@@ -47,7 +49,10 @@ otherwise of VSHUNT_CONTROL, otherwise the default. With --no-control there is n
 answers there, that is an error. The socket of a daemon that has ended is replaced.
 
 A list of keys is key=value,key=value. A comma inside a value is written `,,`. A boolean is \
-on|off|yes|no|true|false. Sizes take K, M, G, T, P and E, powers of 1024.";
+on|off|yes|no|true|false. Sizes are bytes, or numbers with ",
+    keyval::size_units!(),
+    ", powers of 1024."
+);
 
 pub(crate) const SERVE_AFTER: &str = "\
 Images:

@@ -14,7 +14,7 @@ pub(crate) use self::examine::{CompareArgs, MapArgs, MeasureArgs};
 use self::modify::{AMEND_AFTER, DD_AFTER, REBASE_AFTER};
 pub(crate) use self::modify::{AmendArgs, DdArgs, RebaseArgs, amend_options};
 use super::ImageFormat;
-use crate::keyval::parse_size;
+use crate::keyval::{self, parse_size};
 
 pub(crate) const AFTER: &str = "\
 Exit status:
@@ -228,8 +228,8 @@ pub(crate) struct CreateArgs {
     pub(super) options: Vec<String>,
     /// The image
     pub(super) file: PathBuf,
-    /// Size of the disk in bytes, or with K, M, G, T, P or E [default: that of the backing file]
-    #[arg(value_parser = size)]
+    #[arg(value_parser = size, help = concat!("Size of the disk in bytes, or with ", keyval::size_units!(),
+        " [default: that of the backing file]"))]
     pub(super) size: Option<u64>,
 }
 
@@ -351,8 +351,8 @@ pub(crate) struct ResizeArgs {
     pub(super) preallocation: Option<Mode>,
     /// The image
     pub(super) file: PathBuf,
-    /// New size in bytes, or with K, M, G, T, P or E; with + or - a change of the size
-    #[arg(value_name = "[+|-]SIZE", value_parser = change, allow_hyphen_values = true)]
+    #[arg(value_name = "[+|-]SIZE", value_parser = change, allow_hyphen_values = true,
+        help = concat!("New size in bytes, or with ", keyval::size_units!(), "; with + or - a change of the size"))]
     pub(super) size: Change,
 }
 

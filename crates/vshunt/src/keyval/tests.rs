@@ -103,6 +103,9 @@ fn sizes() {
     for (text, want) in good {
         assert_eq!(parse_size(text), Ok(want), "{text}");
     }
+    let units = size_units!().split([' ', ',']).filter(|word| word.len() == 1);
+    let shifts: Vec<_> = units.map(|unit| parse_size(&format!("1{unit}")).unwrap().ilog2()).collect();
+    assert_eq!(shifts, [10, 20, 30, 40, 50, 60]);
     for text in [
         "",
         "G",

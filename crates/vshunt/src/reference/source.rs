@@ -108,6 +108,7 @@ impl Source {
             "u8" | "u16" | "u32" | "u64" | "usize" | "i32" | "i64" | "RawFd" => plain("integer"),
             "Value" => plain("any"),
             "Table" | "Section" => plain("table"),
+            "Control" => plain("string or `false`"),
             // It also may be a number of workers.
             "Workers" => plain("string or integer"),
             // The file of a node: its name, or the node itself.
