@@ -90,7 +90,7 @@ def test_guide_network_devices(rig):
     # The bridge is the reader's, and so is the virtual machine: what is between them and the end is
     # not.
     commands = [line for line in block(NETWORKS, "(the bridge `br0` is yours):").splitlines() if line.startswith("vshunt")]
-    r.require(commands and "attach c0:" in commands[0], f"{commands}")
+    r.require(commands and "attach nic0:" in commands[0], f"{commands}")
     shell(rig, "\n".join([*commands, "vshunt quit"]))
     r.require(tap.wait() == 0, tap.tail())
     switch = served(rig, NETWORKS, "## A switch", before="exec " + unshare)
@@ -103,7 +103,7 @@ def test_guide_network_devices(rig):
     arguments = line[1].replace("/tmp/", f"{rig.dir}/")
     child = r.Child(rig, "vshunt-net", ["bash", "-c", f"exec {unshare} {shlex.quote(str(program))} {arguments}"])
     r.wait_for("vshunt-net serves", lambda: "serving" in child.output() or not child.running())
-    bench = r.run([r.binary("vshunt-bench"), "net", "--socket", f"{rig.dir}/c0.sock", "--mode", "source", "--frames", "1000",
+    bench = r.run([r.binary("vshunt-bench"), "net", "--socket", f"{rig.dir}/nic0.sock", "--mode", "source", "--frames", "1000",
                    "--queues", "2", "--quiet", "--json"])
     r.require('"frames": 1000' in bench.stdout, bench.stdout)
     r.require(child.stop() == 0, child.tail())

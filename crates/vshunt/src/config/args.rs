@@ -176,10 +176,10 @@ Examples:
   vshunt serve --disk name=d0,file=disk.img \\
       --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock
   vshunt serve --net type=tap,name=n0,ifname=vs0 \\
-      --export type=vhost-user-net,name=c0,net=n0,socket=/tmp/c0.sock,queues=2,workers=per-queue
+      --export type=vhost-user-net,name=nic0,net=n0,socket=/tmp/nic0.sock,queues=2,workers=per-queue
   vshunt serve --net type=switch,name=s0 --net type=tap,name=n0,ifname=vs0 \\
       --export type=uplink,name=u0,net=s0,tap=n0,queues=2 \\
-      --export type=vhost-user-net,name=c0,net=s0,socket=/tmp/c0.sock
+      --export type=vhost-user-net,name=nic0,net=s0,socket=/tmp/nic0.sock
   vshunt serve --config /etc/vshunt/vm.toml --pidfile /run/vm.pid --metrics 9150
   vshunt serve --disk name=m,format=ram,size=1G --no-control \\
       --worker name=fast,cpu=2-3,nice=-5 \\

@@ -18,7 +18,7 @@ The command of the same name:
   vshunt-net-add(1), vshunt-net-set(1), vshunt-net-list(1), vshunt-net-remove(1).
 
 Examples:
-  vshunt-net --socket-path=/tmp/c0.sock --ifname=vs0 --num-queues=4
+  vshunt-net --socket-path=/tmp/nic0.sock --ifname=vs0 --num-queues=4
   vshunt-net --fd=3 --tap-fd=4:5 --mac=52:54:00:12:34:56";
 
 /// Command line of `vshunt-net`.
