@@ -77,7 +77,8 @@ impl Io {
     /// The contract of [`IoVecs::push`].
     #[inline]
     pub unsafe fn push(&mut self, ptr: *mut u8, len: usize) {
-        // SAFETY: this function has the same contract as `IoVecs::push`, and its caller upholds it.
+        // SAFETY: the caller keeps the segment mapped, and this request in its place, until the
+        // request is done.
         unsafe { self.request.iov.push(ptr, len) };
         self.request.len += len as u64;
     }

@@ -45,7 +45,8 @@ impl TapFile {
     #[inline]
     pub(crate) unsafe fn start(self, uring: &mut Uring, op: Op<'_>, token: Token) {
         if let Some(fd) = self.by_call {
-            // SAFETY: this function has the same contract as `call`.
+            // SAFETY: the memory that `op` names is valid for the time of the call: the caller
+            // keeps it valid until the completion.
             let result = unsafe { op.call(fd) };
             return uring.done(token, result);
         }
@@ -57,7 +58,8 @@ impl TapFile {
             Op::Writev(from) =>
                 opcode::Writev::new(fd, from.as_ptr(), count(from)).rw_flags(libc::RWF_NOWAIT).build(),
         });
-        // SAFETY: this function has the same contract as `push`.
+        // SAFETY: the caller keeps the iovecs and the memory that `op` names valid until the
+        // completion was taken.
         unsafe { uring.push(entry, token) }
     }
 }
