@@ -38,7 +38,7 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Taker:
-    """Who serves the NIC: a server's argv, its tap, what the guest's driver is told besides, and whether the server ends
+    """The server of the NIC: its argv, its tap, further options for the guest's driver, and whether the server ends
     with its front end."""
     argv: list
     ifname: str

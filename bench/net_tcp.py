@@ -70,7 +70,7 @@ def taps(inside, pairs):
 
 
 class Side:
-    """A guest, and who serves its NIC."""
+    """A guest, and the server of its NIC."""
 
     def __init__(self, b, stack, rig, inside, name, pairs):
         ifname, net = PLACES[name]

@@ -95,8 +95,8 @@ use_chroot() {
   has_blkio chroot "$root" "$chroot_fio" || { say "note=fio in $root has no libblkio engine; remove $root to set it up again"; return 1; }
 }
 
-# With VSHUNT_PEERS_NET=1: cloud-hypervisor's network server where somebody built it; nothing here
-# does.
+# With VSHUNT_PEERS_NET=1: cloud-hypervisor's network server, if it was built. Nothing here builds
+# it.
 use_cloud_net() {
   local program=${VSHUNT_CH_NET:-$dir/bin/vhost_user_net}
   [ "${VSHUNT_PEERS_NET:-}" = 1 ] || return 0

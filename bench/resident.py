@@ -1,4 +1,4 @@
-"""The cases without load: what an export costs that nobody uses (idle), and what its queues weigh (memory)."""
+"""The cases without load: what an unused export costs (idle), and what its queues weigh (memory)."""
 import contextlib
 import os
 import time

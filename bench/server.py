@@ -1,7 +1,7 @@
 """A server under test: started afresh, waited for until its socket listens, ended by its pid; and what
 /proc says of its CPU time and memory.
 
-Who calls it: cases.py, resident.py and fuse/, one server at a time. What must never happen: a server that outlives
+Called by cases.py, resident.py and fuse/, one server at a time. What must never happen: a server that outlives
 the bench (it dies with us: PR_SET_PDEATHSIG), a process ended by its name, a wait without a bound.
 """
 import contextlib

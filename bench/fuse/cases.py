@@ -30,7 +30,7 @@ LOSS_MAX = 0.03
 
 
 class Fuse:
-    """What the FUSE cases have in common: who can take part, and how long a run is."""
+    """What the FUSE cases have in common: which servers can take part, and how long a run is."""
 
     def __init__(self, b, rings):
         self.b, self.report = b, b.report

@@ -1,4 +1,4 @@
-"""Who serves: QEMU's storage daemon with 1, 2 and 4 iothreads, vshunt with each transport and layout of workers, and the
+"""The servers: QEMU's storage daemon with 1, 2 and 4 iothreads, vshunt with each transport and layout of workers, and the
 floors: of /dev/fuse with 1, 2 and 4 threads, of io_uring with threads pinned and free.
 
 Everything that names an option of either program stands here. `disk` is a Disk, `place` where to mount.
@@ -86,7 +86,7 @@ def cpus_possible():
 
 
 class Field:
-    """Who can take part here. `stand_in` (--aa): the storage daemon runs in our place, too."""
+    """The servers that can take part here. `stand_in` (--aa): the storage daemon runs in our place, too."""
 
     def __init__(self, tools, stand_in, rings):
         self.tools, self.stand_in, self.rings = tools, stand_in, rings

@@ -3,7 +3,7 @@
  * What the floors share: the mount of one file with nothing behind it, what to reply, and a channel
  * of /dev/fuse.
  *
- * Who includes it: floor.c (channels only) and floor_uring.c (FUSE over io_uring).
+ * Included by floor.c (channels only) and floor_uring.c (FUSE over io_uring).
  */
 #ifndef FLOOR_H
 #define FLOOR_H

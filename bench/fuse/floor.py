@@ -1,6 +1,6 @@
 """The floors of FUSE as programs: floor.c and floor_uring.c, compiled for this run into the bench's own folder.
 
-Who calls it: fuse/cases.py, once a case. What must never happen: a bench that ends because there is no compiler, or
+Called by fuse/cases.py, once for each case. What must never happen: a bench that ends because there is no compiler, or
 because the compiler's headers are too old for a floor.
 """
 import os

@@ -2,7 +2,7 @@
 /*
  * One file with nothing behind it, which is the root of a mount, and a channel of it: see floor.h.
  *
- * Threads share the data of read replies, which nobody writes, and nothing else.
+ * Threads share the data of read replies, which is never written, and nothing else.
  * What must never happen: work that a request does not ask for, for then this is no floor; a mount
  * that is left behind.
  */
@@ -51,7 +51,7 @@ int floor_mount(const char *mountpoint, uint64_t size_bytes, uint32_t init_flags
 	mounted_at = mountpoint;
 	file_bytes = size_bytes;
 	flags2 = init_flags2;
-	/* Pages that nobody wrote to are the kernel's zero page, which it copies by a slow way. */
+	/* Pages that were never written are the kernel's zero page, which it copies more slowly. */
 	memset(zeroes, 0, sizeof(zeroes));
 	snprintf(options, sizeof(options), "fd=%d,rootmode=100000,user_id=0,group_id=0,max_read=%d",
 		 session, DATA_BYTES_MAX);
@@ -114,7 +114,7 @@ static void reply(int fd, const struct fuse_in_header *in)
 	int bytes;
 
 	if (in->opcode == FUSE_FORGET || in->opcode == FUSE_BATCH_FORGET)
-		return;	/* nobody waits for a reply */
+		return;	/* no process waits for a reply */
 	if (in->opcode == FUSE_READ) {
 		parts[1].iov_base = zeroes;
 		bytes = ((const struct fuse_read_in *)args)->size;
@@ -126,7 +126,7 @@ static void reply(int fd, const struct fuse_in_header *in)
 	else
 		parts[1].iov_len = bytes;
 	out.len = sizeof(out) + parts[1].iov_len;
-	/* ENOENT: who asked was interrupted and is gone; ENODEV: the mount is. */
+	/* ENOENT: the caller was interrupted and is gone; ENODEV: the mount is gone. */
 	if (writev(fd, parts, bytes > 0 ? 2 : 1) < 0 && errno != ENOENT && errno != ENODEV)
 		floor_die("floor: write to /dev/fuse");
 }

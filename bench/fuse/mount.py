@@ -1,8 +1,8 @@
 """Mounts: a mount namespace of our own, a server that serves one file through FUSE, and the way out of one that hangs.
 
-Who calls it: fuse/cases.py, one server at a time. What must never happen: the bench itself looking at the mounted
-file (who does waits for the server, in a sleep that no signal ends; only children with a bound do that), a mount
-that others see, a mount or a module's setting that outlasts the bench.
+Called by fuse/cases.py, one server at a time. What must never happen: the bench itself accesses the mounted file (a
+process that does so waits for the server, in a sleep that no signal ends; only children with a limit do it), a mount
+that other processes see, a mount or a module's setting that outlasts the bench.
 """
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ _private = False
 
 
 def private_namespace():
-    """This process, and who it starts from now on, has mounts of its own. Raises OSError where that is not allowed."""
+    """Gives this process, and the children that it starts from now on, mounts of their own. Raises OSError where that is not allowed."""
     global _private
     if _private:
         return
@@ -108,8 +108,8 @@ def bounded(argv):
 
 
 class Place:
-    """Where a server shall mount. `outside`: as the host sees it; `inside`: as those do who run in the peers' chroot,
-    which is where fio runs, whichever server runs. One file; no mount has to be propagated from the one to the other."""
+    """Where a server mounts. `outside`: as the host sees it. `inside`: as programs in the peers' chroot see it. fio runs
+    there, whichever server runs. One file; no mount has to be propagated from the one to the other."""
 
     def __init__(self, root, work):
         self.inside = os.path.join(work, "disk")

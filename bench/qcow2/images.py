@@ -1,4 +1,4 @@
-"""Images, and who serves them. All images are made by the peers' qemu-img: nobody serves what only he understands.
+"""Images, and their servers. All images are made by the peers' qemu-img, so that no server has a format of its own.
 
 Paths are the same inside of the peers' chroot and outside. What must never happen: an image that outlives its case.
 """

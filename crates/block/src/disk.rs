@@ -382,7 +382,7 @@ impl Disk {
         match Arc::into_inner(self) {
             Some(disk) if disk.close_image() => Ok(()),
             Some(_) => Err(Error::invalid("it cannot be closed in good order (see the log)")),
-            None => Err(Error::busy("it cannot be closed: somebody uses it still")),
+            None => Err(Error::busy("it cannot be closed: it is still in use")),
         }
     }
 }

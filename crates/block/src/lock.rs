@@ -112,7 +112,7 @@ fn try_lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
         if held_by_another(file, DENIED_BASE + p as i64).map_err(refused)? {
             let readonly_helps = if p == ConsistentRead { "" } else { "readonly=on or " };
             return Err(Error::busy(format!(
-                "{shown} is in use by another process that lets nobody else {} it (its shared {} lock is held); stop \
+                "{shown} is in use by another process that lets no other process {} it (its shared {} lock is held); stop \
                  it, or use {readonly_helps}locking=off if both may really use the image at once",
                 p.verb(),
                 p.name()

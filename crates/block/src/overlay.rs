@@ -149,7 +149,7 @@ impl Disk {
                 Ok(false) => {
                     tracing::warn!(
                         "{base} is below {} from now on and cannot be marked so (its file system has no extended \
-                         attributes for it): see to it that nobody writes to it",
+                         attributes for it): make sure that no process writes to it",
                         overlay.path.display()
                     );
                     Ok(())

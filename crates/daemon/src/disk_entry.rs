@@ -43,8 +43,8 @@ impl DiskEntry {
         while self.disk.passthrough_in_use() {
             if begin.elapsed() > RETURN_PATIENCE {
                 return Err(Error::busy(format!(
-                    "the image of disk {} is still written by the kernel, for those who have the file of a former mount \
-                     open: an export with passthrough was taken from them by force; end them",
+                    "the kernel still writes the image of disk {} for processes that have the file of a former mount open: \
+                     an export with passthrough was removed by force; end these processes",
                     self.name
                 )));
             }

@@ -242,7 +242,7 @@ impl Fuse {
             tracing::debug!("export {}: {path} was let go of before", self.name);
         } else if !self.inner.mount.still_there() {
             tracing::warn!(
-                "export {}: {path} was unmounted by somebody else, which ends the export",
+                "export {}: {path} was unmounted by another process, which ends the export",
                 self.name
             );
         } else if self.inner.mount.unmount(false).is_err() {

@@ -79,7 +79,7 @@ fn describe(call: &str, errno: Errno) -> String {
     let call = call.split(' ').next().unwrap_or(call);
     let words = match (call, errno) {
         (_, Errno::NOTTY) => "the device does not offer it",
-        (_, Errno::PERM) => "another process owns the device, or nobody does yet",
+        (_, Errno::PERM) => "another process owns the device, or no process owns it yet",
         ("VHOST_SET_OWNER", Errno::BUSY) => "the device has an owner",
         ("VHOST_BLK_SET_BACKEND", Errno::BUSY) => "the device has a backend: take that away first",
         ("VHOST_BLK_SET_BACKEND", Errno::NOTBLK) => "the backend is not a block device",

@@ -32,7 +32,7 @@ fn writers_exclude_everyone_and_readers_writers() {
 
     let readers = [open_soon(&read), Disk::open(&read).unwrap()];
     let text = Disk::open(&write).err().expect("readers do not share write").to_string();
-    assert!(text.contains("lets nobody else write to it"), "{text}");
+    assert!(text.contains("lets no other process write to it"), "{text}");
     assert!(text.contains("readonly=on"), "{text}");
     drop(readers);
     open_soon(&write);

@@ -161,7 +161,9 @@ impl Wire {
         let stream = UnixStream::connect(path).map_err(|e| {
             let hint = match e.kind() {
                 io::ErrorKind::NotFound => "; start the server first, or check --socket",
-                io::ErrorKind::ConnectionRefused => "; nobody listens there any more: start the server again",
+                io::ErrorKind::ConnectionRefused => {
+                    "; no server listens there any more: start the server again"
+                }
                 io::ErrorKind::PermissionDenied => "; run as the socket's owner",
                 _ => "",
             };

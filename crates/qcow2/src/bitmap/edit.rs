@@ -61,7 +61,7 @@ fn missing(name: &str) -> Error {
 fn usable(bitmap: &Bitmap) -> Result<()> {
     if bitmap.has(flag::IN_USE) {
         return Err(Error::invalid(format!(
-            "bitmap {} is inconsistent: who had the image open did not write it back; remove it and add it again",
+            "bitmap {} is inconsistent: the last writer of the image did not write it back; remove it and add it again",
             bitmap.name()
         )));
     }

@@ -89,7 +89,7 @@ Network keys:
                     kernel's flow table, the hash that the kernel has, a hash
                     over addresses and ports, or the sending CPU
   address           MAC address of the interface itself, not the guest's
-  owner, group      who else may open the interface
+  owner, group      user and group that may open the interface, besides root
   persist=on|off    an interface that is made stays
 
 Export keys:
