@@ -181,7 +181,7 @@ static void slow_close(const struct vb_args *args)
 /* Killed while all is in flight: its workers are gone when the disk answers. */
 static void slow_kill(const struct vb_args *args)
 {
-	for (unsigned int turn = 0; turn < 3; turn++) {
+	for (unsigned int round = 0; round < 3; round++) {
 		int ready[2], status;
 		char byte;
 		pid_t child;
@@ -194,7 +194,7 @@ static void slow_kill(const struct vb_args *args)
 
 			slow_begin(&dev, &ring, args);
 			require(write(ready[1], "", 1) == 1, "pipe");
-			if (turn == 1)
+			if (round == 1)
 				ring_switch(&ring, false);
 			sleep(20);
 			_exit(3);

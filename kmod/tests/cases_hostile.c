@@ -225,11 +225,11 @@ static void same_head(const struct vb_args *args)
 	static struct liar l;
 
 	begin(&l, args);
-	for (unsigned int turn = 0; turn < 50; turn++) {
+	for (unsigned int round = 0; round < 50; round++) {
 		uint64_t end = now_ms() + 2000;
 		int head;
 
-		honest(&l, turn % 2 ? VIRTIO_BLK_T_IN : VIRTIO_BLK_T_OUT);
+		honest(&l, round % 2 ? VIRTIO_BLK_T_IN : VIRTIO_BLK_T_OUT);
 		head = ring_prepare(&l.ring, &l.chain);
 		for (unsigned int n = 0; n < 40; n++)
 			l.ring.avail->ring[(l.ring.next_avail + n) % l.ring.num] = head;

@@ -231,7 +231,7 @@ static void killed(const struct vb_args *args)
 					     .depth = 16, .seed = seed + n };
 		load_start(&g.loads[n]);
 	}
-	for (unsigned int turn = 0; turn < KILLS; turn++) {
+	for (unsigned int round = 0; round < KILLS; round++) {
 		for (unsigned int n = 0; n < RINGS; n++)
 			load_wait(&g.loads[n], __atomic_load_n(&g.loads[n].done, __ATOMIC_RELAXED) + 20);
 		usleep(chance(&seed, 50000));
@@ -410,15 +410,15 @@ static void wrong_replays(const struct vb_args *args)
 	struct vb_ring ring;
 	struct vb_dev dev;
 
-	for (unsigned int turn = 0; turn < 3; turn++) {
+	for (unsigned int round = 0; round < 3; round++) {
 		vb_prepare(&dev, args, FEATURES);
 		vb_backend(&dev, 0);
 		ring_init(&ring, &dev, 0, NUM);
 		memset(note, 0, sizeof(*note));
 		note->replay_num = REGION_NUM / 2;
 		/* Heads without a ring's size; of chains that are zeroes; and where nothing is mapped. */
-		memset(note->replays.ring, turn ? 0 : 0xff, sizeof(note->replays.ring));
-		if (turn == 2) {
+		memset(note->replays.ring, round ? 0 : 0xff, sizeof(note->replays.ring));
+		if (round == 2) {
 			struct vhost_blk_vring_inflight inflight = told(note, 0);
 
 			inflight.replay_user_addr = 4096;
@@ -429,9 +429,9 @@ static void wrong_replays(const struct vb_args *args)
 			start_noted(&ring, note);
 		}
 		for (uint64_t end = now_ms() + WAIT_MS; !ring_broken(&ring); usleep(1000))
-			require(now_ms() < end, "turn %u: wrong heads are no fault", turn);
+			require(now_ms() < end, "round %u: wrong heads are no fault", round);
 		ring_stop(&ring);
-		require(!ring_stats(&ring).in_flight, "turn %u: %u in flight on a ring that is stopped", turn,
+		require(!ring_stats(&ring).in_flight, "round %u: %u in flight on a ring that is stopped", round,
 			ring_stats(&ring).in_flight);
 		vb_close(&dev);
 		ring_free(&ring);

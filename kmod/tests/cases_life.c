@@ -66,23 +66,23 @@ static void stop_and_start(const struct vb_args *args)
 	for (unsigned int n = 0; n < 32; n++)
 		buffers[n] = buffer_new(&dev, 0, 65536, 4096);
 	ring_start(&ring);
-	for (unsigned int turn = 0; turn < 100; turn++) {
+	for (unsigned int round = 0; round < 100; round++) {
 		uint16_t base;
 
 		for (unsigned int n = 0; n < 32; n++) {
-			memset(buffers[n].data, turn + n, 65536);
+			memset(buffers[n].data, round + n, 65536);
 			chain_request(&dev, &chain, &buffers[n], VIRTIO_BLK_T_OUT, n * 128, 65536, 0, NULL);
 			ring_push(&ring, &chain);
 			if (n % 8 == 0)
 				ring_kick(&ring);
 		}
 		ring_kick(&ring);
-		if (turn % 2)
-			usleep(turn * 20);
+		if (round % 2)
+			usleep(round * 20);
 		ring_stop(&ring);
 		base = ring_base(&ring);
-		require(base == ring.used->idx, "turn %u: base %u, %u are used: not all that was taken is answered",
-			turn, base, ring.used->idx);
+		require(base == ring.used->idx, "round %u: base %u, %u are used: not all that was taken is answered",
+			round, base, ring.used->idx);
 		ring_reap(&ring);
 		/* The same position; what was not taken yet is taken now, by the kick that is pending or a new one. */
 		ring_start(&ring);
@@ -90,7 +90,7 @@ static void stop_and_start(const struct vb_args *args)
 		for (unsigned int n = 0; n < ring.num; n++)
 			ring_wait(&ring, n);
 		for (unsigned int n = 0; n < 32; n++)
-			require(*buffer_status(&buffers[n], 65536) == VIRTIO_BLK_S_OK, "turn %u: status %u", turn,
+			require(*buffer_status(&buffers[n], 65536) == VIRTIO_BLK_S_OK, "round %u: status %u", round,
 				*buffer_status(&buffers[n], 65536));
 	}
 	vb_close(&dev);
@@ -107,7 +107,7 @@ static void kick_before_start(const struct vb_args *args)
 	vb_backend(&dev, 0);
 	ring_init(&ring, &dev, 3, 16);
 	buffer = buffer_new(&dev, 0, 4096, 4096);
-	for (unsigned int turn = 0; turn < 50; turn++) {
+	for (unsigned int round = 0; round < 50; round++) {
 		int head;
 
 		chain_request(&dev, &chain, &buffer, VIRTIO_BLK_T_IN, 0, 4096, 0, NULL);
@@ -150,7 +150,7 @@ static void backend_away_loaded(const struct vb_args *args)
 	struct stage s;
 
 	stage_begin(&s, args, FEATURES);
-	for (unsigned int turn = 0; turn < 30; turn++) {
+	for (unsigned int round = 0; round < 30; round++) {
 		usleep(10000 + chance(&s.seed, 20000));
 		vb_ok(s.dev.fd, VHOST_BLK_SET_BACKEND, &away, "taking the backend away");
 		vb_backend(&s.dev, 0);
@@ -180,12 +180,12 @@ static void attach(struct stage *s, unsigned int ring, unsigned int worker)
 /* Workers are made, given rings and freed while all rings are busy. */
 static void workers_loop(const struct vb_args *args)
 {
-	unsigned int at[RINGS] = { 0 }, turns = 0;
+	unsigned int at[RINGS] = { 0 }, rounds = 0;
 	uint64_t end = now_ms() + 4000;
 	struct stage s;
 
 	stage_begin(&s, args, FEATURES);
-	while (now_ms() < end || turns < 20) {
+	while (now_ms() < end || rounds < 20) {
 		struct vhost_worker_state worker = { 0 };
 		unsigned int ring = chance(&s.seed, RINGS), old = at[ring], users = 0;
 
@@ -212,7 +212,7 @@ static void workers_loop(const struct vb_args *args)
 				vb_ok(s.dev.fd, VHOST_FREE_WORKER, &worker, "VHOST_FREE_WORKER of one without rings");
 		}
 		usleep(chance(&s.seed, 5000));
-		turns++;
+		rounds++;
 	}
 	stage_end(&s);
 }
@@ -222,7 +222,7 @@ static void kills(const struct vb_args *args)
 {
 	uint64_t seed = args->seed * 5 + 3;
 
-	for (unsigned int turn = 0; turn < KILLS; turn++) {
+	for (unsigned int round = 0; round < KILLS; round++) {
 		int status;
 		pid_t child = fork();
 
@@ -230,7 +230,7 @@ static void kills(const struct vb_args *args)
 			struct stage s;
 
 			stage_begin(&s, args, FEATURES);
-			if (turn % 2) {
+			if (round % 2) {
 				struct vhost_worker_state worker = { 0 };
 
 				vb_ok(s.dev.fd, VHOST_NEW_WORKER, &worker, "VHOST_NEW_WORKER");
@@ -241,9 +241,9 @@ static void kills(const struct vb_args *args)
 			_exit(3);
 		}
 		usleep(50000 + chance(&seed, 200000));
-		require(waitpid(child, &status, WNOHANG) == 0, "turn %u: the owner ended by itself", turn);
+		require(waitpid(child, &status, WNOHANG) == 0, "round %u: the owner ended by itself", round);
 		kill(child, SIGKILL);
-		require(waitpid(child, &status, 0) == child && WIFSIGNALED(status), "turn %u: status %x", turn, status);
+		require(waitpid(child, &status, 0) == child && WIFSIGNALED(status), "round %u: status %x", round, status);
 	}
 }
 
@@ -252,14 +252,14 @@ static void close_loaded(const struct vb_args *args)
 {
 	static struct vb_chain chain;
 
-	for (unsigned int turn = 0; turn < 30; turn++) {
+	for (unsigned int round = 0; round < 30; round++) {
 		struct vb_buffer buffers[16];
 		struct vb_ring ring;
 		struct vb_dev dev;
 
 		vb_prepare(&dev, args, FEATURES);
 		vb_backend(&dev, 0);
-		ring_init(&ring, &dev, turn % VHOST_BLK_VRINGS_MAX, 256);
+		ring_init(&ring, &dev, round % VHOST_BLK_VRINGS_MAX, 256);
 		ring_start(&ring);
 		for (unsigned int n = 0; n < 16; n++) {
 			buffers[n] = buffer_new(&dev, 0, 65536, n % 2 ? 4096 : 4);
@@ -268,7 +268,7 @@ static void close_loaded(const struct vb_args *args)
 			ring_push(&ring, &chain);
 		}
 		ring_kick(&ring);
-		usleep(turn * 50);
+		usleep(round * 50);
 		vb_close(&dev);
 		ring_free(&ring);
 	}
@@ -296,7 +296,7 @@ static void tables(const struct vb_args *args)
 	struct stage s;
 
 	stage_begin(&s, args, FEATURES);
-	for (unsigned int turn = 0; turn < 200; turn++) {
+	for (unsigned int round = 0; round < 200; round++) {
 		vb_mem_table(&s.dev);
 		usleep(2000);
 	}

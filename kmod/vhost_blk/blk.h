@@ -4,14 +4,14 @@
  *
  * dev.c      the misc device: open, release, ioctls. Runs in the owner's
  *            context, under vhost_dev.mutex.
- * ring.c     the life cycle of a ring: start, turns of its worker, completions,
- *            drain, stop.
+ * ring.c     the life cycle of a ring: start, iterations of its worker,
+ *            completions, drain, stop.
  * inflight.c the in-flight region, and requests of a former owner.
  * request.c  a request: header, status, dirty log, completion.
  * data.c     bios: pinned or copied data, flushes.
  * range.c    DISCARD and WRITE_ZEROES.
  *
- * The path of a request: kick -> worker -> vhost_blk_turn ->
+ * The path of a request: kick -> worker -> vhost_blk_iterate ->
  * vhost_blk_req_begin -> submit_bio ... end_io (any context) -> ring->done,
  * lockless -> worker -> vhost_blk_reap -> status, dirty log, used ring, signal.
  *
@@ -36,11 +36,11 @@
 #include "compat.h"
 
 /*
- * Budget of a turn. The worker looks at its other rings when it is used up.
- * One large request can use it up.
+ * Budget of an iteration. The worker looks at its other rings when it is used
+ * up. One large request can use it up.
  */
-#define VHOST_BLK_TURN_REQUESTS	256
-#define VHOST_BLK_TURN_BYTES	SZ_1M
+#define VHOST_BLK_ITERATION_REQUESTS	256
+#define VHOST_BLK_ITERATION_BYTES	SZ_1M
 
 /*
  * Maximum data of one request, and of all requests of a ring that are in
@@ -242,7 +242,7 @@ struct vhost_blk_inflight {
  *
  * Any context:
  * @done: requests whose bios are done.
- * @in_turn: a thread holds @vq.mutex and looks at @done afterwards, so
+ * @in_iteration: a thread holds @vq.mutex and looks at @done afterwards, so
  *	@done_work need not be queued.
  * @done_work: takes the requests in @done.
  * @drained: wait queue of drains. A drain waits until @in_flight is zero. If
@@ -267,7 +267,7 @@ struct vhost_blk_ring {
 	bool late;
 
 	struct llist_head done ____cacheline_aligned_in_smp;
-	bool in_turn;
+	bool in_iteration;
 	struct vhost_work done_work;
 	wait_queue_head_t drained;
 };

@@ -112,7 +112,7 @@ static int vhost_blk_open(struct inode *inode, struct file *file)
 	 * and as many as a valid chain of 1,024 descriptors can have.
 	 */
 	vhost_dev_init(&blk->dev, blk->vqs, VHOST_BLK_VRINGS_MAX, UIO_MAXIOV,
-		       VHOST_BLK_TURN_REQUESTS, VHOST_BLK_TURN_BYTES, true, NULL);
+		       VHOST_BLK_ITERATION_REQUESTS, VHOST_BLK_ITERATION_BYTES, true, NULL);
 	file->private_data = blk;
 	return 0;
 }

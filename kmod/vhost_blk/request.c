@@ -2,10 +2,10 @@
 /*
  * vhost_blk: a request (Virtio 1.3, 5.2.6).
  *
- * The worker begins a request in a turn. The worker or a drain ends it. Both
- * hold the ring's mutex. Its bios end in any context. The driver chooses how
- * header, data and status lie in the chain: this code does not assume that a
- * buffer starts or ends where a field does. The guest chooses every address,
+ * The worker begins a request in an iteration. The worker or a drain ends it.
+ * Both hold the ring's mutex. Its bios end in any context. The driver chooses
+ * how header, data and status lie in the chain: this code does not assume that
+ * a buffer starts or ends where a field does. The guest chooses every address,
  * length and number.
  *
  * The guest's pages are pinned while the device works on them. They are
@@ -204,7 +204,7 @@ int vhost_blk_req_begin(struct vhost_blk_ring *ring, struct vhost_blk_req *req, 
  * Starts what has to follow the bios that are done. Returns false if there is
  * nothing.
  */
-static bool vhost_blk_req_goes_on(struct vhost_blk_req *req)
+static bool vhost_blk_req_continues(struct vhost_blk_req *req)
 {
 	atomic_set(&req->pending, 1);
 	if (!vhost_blk_range_step(req)) {
@@ -264,7 +264,7 @@ bool vhost_blk_req_end(struct vhost_blk_req *req, bool tell, u32 *used_len)
 		vhost_blk_req_fail(req, BLK_STS_IOERR);
 	}
 	vhost_blk_bios_free(req);
-	if (good && vhost_blk_req_goes_on(req))
+	if (good && vhost_blk_req_continues(req))
 		return false;
 	if (good && req->error)
 		req->status = vhost_blk_status(blk_status_to_errno(req->error));

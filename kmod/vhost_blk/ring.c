@@ -2,7 +2,7 @@
 /*
  * vhost_blk: the life cycle of a ring.
  *
- * The vhost worker that the ring is attached to runs its turns. Completions
+ * The vhost worker that the ring is attached to runs its iterations. Completions
  * come from any context and are put on a lockless list. The worker takes the
  * whole list at once. It then stores the used index once and checks once
  * whether the guest wants a notification.
@@ -231,7 +231,7 @@ static bool vhost_blk_takes(struct vhost_blk_ring *ring)
 	return ring->reqs && (!ring->hold || ring->inflight.replays_left);
 }
 
-/* Takes requests up to the budget of a turn, under one plug. */
+/* Takes requests up to the budget of an iteration, under one plug. */
 static void vhost_blk_take_some(struct vhost_blk_ring *ring)
 {
 	struct vhost_virtqueue *vq = &ring->vq;
@@ -261,16 +261,16 @@ static void vhost_blk_take_some(struct vhost_blk_ring *ring)
 }
 
 /*
- * A worker's turn at a ring, under its mutex. The end of the turn sees
+ * A worker's iteration for a ring, under its mutex. Its end sees
  * completions that came during it, so they need not wake the worker.
  */
-static void vhost_blk_turn(struct vhost_blk_ring *ring, bool take)
+static void vhost_blk_iterate(struct vhost_blk_ring *ring, bool take)
 {
-	WRITE_ONCE(ring->in_turn, true);
+	WRITE_ONCE(ring->in_iteration, true);
 	if (take)
 		vhost_blk_take_some(ring);
 	vhost_blk_reap(ring, true);
-	WRITE_ONCE(ring->in_turn, false);
+	WRITE_ONCE(ring->in_iteration, false);
 	/*
 	 * Pairs with llist_add() in vhost_blk_req_done(): one side sees the
 	 * other.
@@ -291,7 +291,7 @@ static void vhost_blk_kick(struct vhost_work *work)
 	if (take && !ring->requeued)
 		vhost_blk_count(&ring->stats.kicks, 1);
 	ring->requeued = false;
-	vhost_blk_turn(ring, take);
+	vhost_blk_iterate(ring, take);
 	mutex_unlock(&vq->mutex);
 }
 
@@ -300,7 +300,7 @@ static void vhost_blk_done(struct vhost_work *work)
 	struct vhost_blk_ring *ring = container_of(work, struct vhost_blk_ring, done_work);
 
 	mutex_lock(&ring->vq.mutex);
-	vhost_blk_turn(ring, false);
+	vhost_blk_iterate(ring, false);
 	mutex_unlock(&ring->vq.mutex);
 }
 
@@ -319,7 +319,7 @@ void vhost_blk_req_done(struct vhost_blk_req *req)
 	struct vhost_blk_ring *ring = req->ring;
 
 	rcu_read_lock();
-	if (llist_add(&req->done, &ring->done) && !READ_ONCE(ring->in_turn))
+	if (llist_add(&req->done, &ring->done) && !READ_ONCE(ring->in_iteration))
 		vhost_vq_work_queue(&ring->vq, &ring->done_work);
 	/*
 	 * llist_add() orders this test after the add. A waiter enters the wait
@@ -391,7 +391,7 @@ out:
  * @ring: the ring.
  * @why: VHOST_BLK_HOLD_*.
  *
- * When this returns, no turn takes requests any more.
+ * When this returns, no iteration takes requests any more.
  */
 void vhost_blk_ring_hold(struct vhost_blk_ring *ring, unsigned int why)
 {

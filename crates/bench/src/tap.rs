@@ -22,7 +22,7 @@ use vshunt_guest::error::{Error, Kind, Result};
 use vshunt_guest::fail;
 use vshunt_guest::link::{Outbox, PacketSocket, VNET_HEADER, bring_up, disable_ipv6, open_tap};
 use vshunt_guest::load::pin;
-use vshunt_guest::net::frame::{Direction, Frame, Mark};
+use vshunt_guest::net::frame::{Direction, Mark, MarkedFrame};
 use vshunt_guest::stats::thread_cpu;
 
 /// The tap's name. The namespace has no other taps.
@@ -233,7 +233,7 @@ fn send(
     for at in 0..outboxes.len() * BATCH {
         let mark = Mark { run: 0, flow: mine[at % mine.len()], number: 0 };
         let bytes = outboxes[at / BATCH].frame(at % BATCH, request.size);
-        Frame::new(Direction::In, mark, request.size, false).write(bytes);
+        MarkedFrame::new(Direction::In, mark, request.size, false).write(bytes);
     }
     while !meter.look(phase) {
         for outbox in &mut outboxes {
@@ -267,7 +267,7 @@ fn write_queue(file: &File, size: usize, flow: u16, phase: &Phase) -> Result<Cou
     let mut meter = Meter::default();
     let mut bytes = vec![0; VNET_HEADER + size];
     let mark = Mark { run: 0, flow, number: 0 };
-    Frame::new(Direction::Out, mark, size, false).write(&mut bytes[VNET_HEADER..]);
+    MarkedFrame::new(Direction::Out, mark, size, false).write(&mut bytes[VNET_HEADER..]);
     while !meter.look(phase) {
         for _ in 0..LOOK_EVERY {
             rustix::io::write(file, &bytes)

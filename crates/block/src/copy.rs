@@ -527,7 +527,7 @@ impl Queue for CopyQueue {
         self.copy.work.set_asleep(false);
     }
 
-    fn sleep(&mut self, _ring: &mut Uring, _place: Token, _after: u32) -> bool {
+    fn sleep(&mut self, _uring: &mut Uring, _place: Token, _after: u32) -> bool {
         self.copy.work.set_asleep(true);
         let work = self.has_work();
         if work {
@@ -551,7 +551,7 @@ impl Queue for CopyQueue {
     }
 
     fn waits_max(&self) -> u32 {
-        // A request has one operation on the ring at a time.
+        // A request has one operation on the io_uring at a time.
         self.slots.len() as u32
     }
 }

@@ -300,9 +300,9 @@ impl CopyBeforeWrite {
     /// Stops the copy from a control thread, with an io_uring of its own.
     pub fn end_now(&self) {
         match Uring::new() {
-            Ok(mut ring) => {
-                self.end(&mut |w| ring.wake(w.who, w.token));
-                if ring.send().is_err() {
+            Ok(mut uring) => {
+                self.end(&mut |w| uring.wake(w.who, w.token));
+                if uring.send().is_err() {
                     // The waiting writes cannot be woken.
                     tracing::error!("an io_uring failed; ending at once");
                     std::process::abort();

@@ -165,27 +165,27 @@ impl Qcow2 {
     /// Flushes with an io_uring of its own. Needs no [`Disk`](super::Disk), so it works after the
     /// last handle was dropped.
     fn flush_here(self: &Arc<Self>) -> std::io::Result<()> {
-        let (mut ring, pool, mut io) = (Uring::new()?, Pool::default(), Io::default());
+        let (mut uring, pool, mut io) = (Uring::new()?, Pool::default(), Io::default());
         io.reset(Op::Flush, 0, true);
-        let handle = self.attach(&mut ring);
+        let handle = self.attach(&mut uring);
         let token = Token { index: 0, generation: 0, slot: 0, op: 0 };
-        let mut step = handle.begin(&pool, &mut ring, &mut io, token, true);
+        let mut step = handle.begin(&pool, &mut uring, &mut io, token, true);
         let res = loop {
             match step {
                 Step::Done(res) => break res,
                 Step::Wait => {
-                    let Ok(res) = ring.next_result() else {
+                    let Ok(res) = uring.next_result() else {
                         // The kernel may still write to the memory of the request.
                         tracing::error!("an io_uring failed; ending at once");
                         std::process::abort();
                     };
-                    step = handle.resume(&pool, &mut ring, &mut io, token, res);
+                    step = handle.resume(&pool, &mut uring, &mut io, token, res);
                 }
             }
         };
-        handle.detach(&mut ring);
+        handle.detach(&mut uring);
         // Requests that this one woke at its end would wait for ever otherwise.
-        if ring.send().is_err() {
+        if uring.send().is_err() {
             tracing::error!("an io_uring failed; ending at once");
             std::process::abort();
         }
@@ -312,31 +312,31 @@ impl Qcow2Handle {
         io: &mut Io,
         token: Token,
     ) -> Option<Step> {
-        let hit = FastPath::find(
+        let fast_path = FastPath::find(
             &self.image.chain,
             &mut self.user.borrow_mut(),
             op,
             io.request.offset,
             io.request.len,
         )?;
-        let (raw, files) = self.file(hit.file);
-        let offset = std::mem::replace(&mut io.request.offset, hit.offset);
+        let (raw, files) = self.file(fast_path.file);
+        let offset = std::mem::replace(&mut io.request.offset, fast_path.offset);
         let step = if raw.inline() {
             Step::Done(raw.run_inline(io, pool))
         } else {
             raw.start(files, pool, uring, io, token)
         };
-        Some(self.after_fast(io, hit, offset, step))
+        Some(self.after_fast(io, fast_path, offset, step))
     }
 
     /// Handles the result of a step of the fast path. `offset` is the one on the disk.
     #[inline]
-    fn after_fast(&self, io: &mut Io, hit: FastPath, offset: u64, step: Step) -> Step {
+    fn after_fast(&self, io: &mut Io, fast_path: FastPath, offset: u64, step: Step) -> Step {
         if step == Step::Wait {
-            io.state.fast_path = Some((hit, offset));
+            io.state.fast_path = Some((fast_path, offset));
         } else {
             io.request.offset = offset;
-            hit.end(&self.image.chain, &mut self.user.borrow_mut());
+            fast_path.end(&self.image.chain, &mut self.user.borrow_mut());
         }
         step
     }
@@ -365,10 +365,10 @@ impl Qcow2Handle {
     /// See [`DiskHandle::resume`](super::DiskHandle::resume).
     #[inline]
     pub(super) fn resume(&self, pool: &Pool, uring: &mut Uring, io: &mut Io, token: Token, res: i32) -> Step {
-        if let Some((hit, offset)) = io.state.fast_path.take() {
-            let (raw, files) = self.file(hit.file);
+        if let Some((fast_path, offset)) = io.state.fast_path.take() {
+            let (raw, files) = self.file(fast_path.file);
             let step = raw.resume(files, pool, uring, io, token, res);
-            return self.after_fast(io, hit, offset, step);
+            return self.after_fast(io, fast_path, offset, step);
         }
         self.resume_steps(pool, uring, io, token, res)
     }

@@ -120,7 +120,7 @@ impl Random {
 
 /// One worker with one queue.
 pub(super) struct Rig {
-    pub(super) ring: Uring,
+    pub(super) uring: Uring,
     pub(super) handle: DiskHandle,
 }
 
@@ -146,9 +146,9 @@ impl Ask {
 impl Rig {
     pub(super) fn new(spec: &DiskSpec) -> Self {
         let disk = open_soon(spec);
-        let mut ring = Uring::new().unwrap();
-        let handle = disk.attach(&mut ring);
-        Self { ring, handle }
+        let mut uring = Uring::new().unwrap();
+        let handle = disk.attach(&mut uring);
+        Self { uring, handle }
     }
 
     pub(super) fn disk(&self) -> &Arc<Disk> {
@@ -170,17 +170,17 @@ impl Rig {
                 io.request.len = ask.len;
             }
             let token = Token { index: 1, generation: 2, slot: i as u16, op: 3 };
-            if let Step::Done(res) = self.handle.start(&mut self.ring, io, token) {
+            if let Step::Done(res) = self.handle.start(&mut self.uring, io, token) {
                 done[i] = Some(res);
             }
         }
         let handle = &self.handle;
-        self.ring
-            .run_until_idle(|ring, token, res| {
+        self.uring
+            .run_until_idle(|uring, token, res| {
                 let i = usize::from(token.slot);
                 assert_eq!(done[i], None, "a completion after the end");
                 let res = lie(&ios[i], res);
-                if let Step::Done(res) = handle.resume(ring, &mut ios[i], token, res) {
+                if let Step::Done(res) = handle.resume(uring, &mut ios[i], token, res) {
                     done[i] = Some(res);
                 }
             })
@@ -344,9 +344,9 @@ fn fuzz(what: &str, spec: &DiskSpec, seed: u64, grain: u64) {
     if let Some(path) = &spec.file {
         assert!(fs::read(path).unwrap() == fuzz.model, "{what}: the image differs");
     }
-    let Rig { mut ring, handle } = rig;
-    handle.detach(&mut ring);
-    assert_eq!(ring.pending(), 0);
+    let Rig { mut uring, handle } = rig;
+    handle.detach(&mut uring);
+    assert_eq!(uring.pending(), 0);
 }
 
 const FUZZ_BYTES: u64 = (3 << 20) + 512;
@@ -449,8 +449,8 @@ fn ram_is_resized_under_io() {
         for seed in 0..2 {
             let (disk, stop) = (&disk, &stop);
             s.spawn(move || {
-                let mut ring = Uring::new().unwrap();
-                let mut rig = Rig { handle: disk.attach(&mut ring), ring };
+                let mut uring = Uring::new().unwrap();
+                let mut rig = Rig { handle: disk.attach(&mut uring), uring };
                 let mut random = Random::new(seed);
                 while !stop.load(Ordering::Relaxed) {
                     // Also offsets within the former size, like those of a queue that has checked a

@@ -36,9 +36,9 @@ enum Means {
     Own,
     /// An eventfd of a front end. The lock guards the io_uring during one notification, and its
     /// holder waits for nothing.
-    Ring(Box<Mutex<IoUring>>),
+    Uring(Box<Mutex<IoUring>>),
     /// An eventfd of a front end, with an io_uring that is made for each notification.
-    RingOnce,
+    UringOnce,
     /// A socket of a front end (User-mode Linux). A notification is a message of eight bytes. It is
     /// dropped if the socket has no room.
     Socket,
@@ -53,8 +53,8 @@ impl EventFd {
         if is_socket(&fd)? {
             return Ok(Self { fd, means: Means::Socket });
         }
-        let ring = permitted_notifier(&fd)?;
-        Ok(Self { fd, means: Means::Ring(Box::new(Mutex::new(ring))) })
+        let uring = permitted_notifier(&fd)?;
+        Ok(Self { fd, means: Means::Uring(Box::new(Mutex::new(uring))) })
     }
 
     /// Wraps a front end's eventfd or socket that is signalled rarely, and never by a worker.
@@ -70,7 +70,7 @@ impl EventFd {
             return Ok(Self { fd, means: Means::Socket });
         }
         drop(permitted_notifier(&fd)?);
-        Ok(Self { fd, means: Means::RingOnce })
+        Ok(Self { fd, means: Means::UringOnce })
     }
 
     /// Makes an eventfd that is not passed to another process.
@@ -99,9 +99,9 @@ impl EventFd {
     pub fn signal(&self) {
         match &self.means {
             Means::Own => drop(rustix::io::write(&self.fd, &1u64.to_ne_bytes())),
-            Means::Ring(ring) => signal_by(&mut ring.locked()),
-            Means::RingOnce => match permitted_notifier(&self.fd) {
-                Ok(mut ring) => signal_by(&mut ring),
+            Means::Uring(uring) => signal_by(&mut uring.locked()),
+            Means::UringOnce => match permitted_notifier(&self.fd) {
+                Ok(mut uring) => signal_by(&mut uring),
                 // It could be made when the front end passed the descriptor.
                 Err(e) => tracing::warn!("a front end is not notified: there is no io_uring for that ({e})"),
             },
@@ -131,35 +131,35 @@ fn permitted_notifier(fd: &OwnedFd) -> io::Result<IoUring> {
 
 /// Makes an io_uring whose completions signal `fd`.
 fn notifier(fd: &OwnedFd) -> io::Result<IoUring> {
-    // Queues move, so several threads use the ring, one at a time. This rules out SINGLE_ISSUER and
-    // DEFER_TASKRUN.
+    // Queues move, so several threads use the io_uring, one at a time. This rules out SINGLE_ISSUER
+    // and DEFER_TASKRUN.
     let restricted = sandbox::restricts_rings();
     let mut builder = IoUring::builder();
     if restricted {
         builder.setup_r_disabled();
     }
-    let ring = builder.build(NOTIFIER_ENTRIES)?;
-    ring.submitter().register_eventfd(fd.as_raw_fd())?;
+    let uring = builder.build(NOTIFIER_ENTRIES)?;
+    uring.submitter().register_eventfd(fd.as_raw_fd())?;
     if restricted {
-        ring.submitter().register_restrictions(&mut [Restriction::sqe_op(opcode::Nop::CODE)])?;
-        ring.submitter().register_enable_rings()?;
+        uring.submitter().register_restrictions(&mut [Restriction::sqe_op(opcode::Nop::CODE)])?;
+        uring.submitter().register_enable_rings()?;
     }
-    Ok(ring)
+    Ok(uring)
 }
 
 /// Completes a no-op. It completes within the system call that submits it.
 #[inline]
-fn signal_by(ring: &mut IoUring) {
+fn signal_by(uring: &mut IoUring) {
     // Completions of earlier no-ops are discarded to make room.
-    ring.completion().for_each(drop);
+    uring.completion().for_each(drop);
     let entry = opcode::Nop::new().build();
     // SAFETY: a no-op names no memory. A full queue still has the no-op of a submission that was
     // interrupted.
-    let _ = unsafe { ring.submission().push(&entry) };
+    let _ = unsafe { uring.submission().push(&entry) };
     // The submission fails if the kernel is out of memory or a signal came first. The no-op stays
     // in the queue in both cases.
-    if ring.submit().is_err() {
-        let _ = ring.submit();
+    if uring.submit().is_err() {
+        let _ = uring.submit();
     }
 }
 

@@ -72,7 +72,7 @@ enum PollState {
 /// The device side. Each third request completes at once, the others with an operation that takes
 /// up to some 100 µs.
 struct TestQueue {
-    line: Arc<TestRing>,
+    ring: Arc<TestRing>,
     slots: Vec<u32>,
     times: Box<[types::Timespec]>,
     free: Vec<u16>,
@@ -84,13 +84,13 @@ struct TestQueue {
 }
 
 impl TestQueue {
-    fn boxed(line: &Arc<TestRing>, hold: Duration) -> Box<dyn Queue> {
-        Box::new(Self::new(line, hold))
+    fn boxed(ring: &Arc<TestRing>, hold: Duration) -> Box<dyn Queue> {
+        Box::new(Self::new(ring, hold))
     }
 
-    fn new(line: &Arc<TestRing>, hold: Duration) -> Self {
+    fn new(ring: &Arc<TestRing>, hold: Duration) -> Self {
         Self {
-            line: line.clone(),
+            ring: ring.clone(),
             slots: vec![0; SLOTS.into()],
             times: vec![types::Timespec::new(); SLOTS.into()].into(),
             free: (0..SLOTS).collect(),
@@ -106,7 +106,7 @@ impl Queue for TestQueue {
     fn arm(&mut self, uring: &mut Uring, base: Token) {
         match self.listen {
             PollState::Off => {
-                uring.poll(self.line.kick.as_raw_fd(), base.with(0, OP_KICK));
+                uring.poll(self.ring.kick.as_raw_fd(), base.with(0, OP_KICK));
                 self.listen = PollState::On;
             }
             PollState::Ending(_) => self.listen = PollState::Ending(true),
@@ -117,7 +117,7 @@ impl Queue for TestQueue {
     fn take(&mut self, uring: &mut Uring, base: Token, budget: u32) -> u32 {
         let mut n = 0;
         while n < budget && !self.free.is_empty() && self.has_work() {
-            let request = self.line.taken.fetch_add(1, Ordering::Relaxed);
+            let request = self.ring.taken.fetch_add(1, Ordering::Relaxed);
             n += 1;
             if self.inline || (request.is_multiple_of(3) && self.hold.is_zero()) {
                 self.staged.push(request);
@@ -154,25 +154,25 @@ impl Queue for TestQueue {
 
     fn publish(&mut self) -> bool {
         for request in self.staged.drain(..) {
-            self.line.done[request as usize].fetch_add(1, Ordering::Release);
+            self.ring.done[request as usize].fetch_add(1, Ordering::Release);
         }
         false
     }
 
     fn has_work(&self) -> bool {
-        self.line.taken.load(Ordering::Relaxed) < self.line.offered.load(Ordering::Acquire)
+        self.ring.taken.load(Ordering::Relaxed) < self.ring.offered.load(Ordering::Acquire)
             && !self.free.is_empty()
     }
 
     fn wake(&mut self) {
-        self.line.kick_at.store(u32::MAX, Ordering::Relaxed);
+        self.ring.kick_at.store(u32::MAX, Ordering::Relaxed);
     }
 
-    fn sleep(&mut self, _ring: &mut Uring, _base: Token, after: u32) -> bool {
-        let taken = self.line.taken.load(Ordering::Relaxed);
-        self.line.kick_at.store(taken + after, Ordering::Relaxed);
+    fn sleep(&mut self, _uring: &mut Uring, _base: Token, after: u32) -> bool {
+        let taken = self.ring.taken.load(Ordering::Relaxed);
+        self.ring.kick_at.store(taken + after, Ordering::Relaxed);
         fence(Ordering::SeqCst);
-        self.line.offered.load(Ordering::Acquire) >= taken + after && !self.free.is_empty()
+        self.ring.offered.load(Ordering::Acquire) >= taken + after && !self.free.is_empty()
     }
 
     fn disarm(&mut self, uring: &mut Uring, base: Token) {
@@ -190,8 +190,8 @@ impl Queue for TestQueue {
         self.free.len() == usize::from(SLOTS) && self.listen == PollState::Off
     }
 
-    fn leave(&mut self, _ring: &mut Uring) {
-        self.line.left.store(true, Ordering::Release);
+    fn leave(&mut self, _uring: &mut Uring) {
+        self.ring.left.store(true, Ordering::Release);
     }
 }
 
@@ -214,9 +214,9 @@ fn program(seed: u64, poll_us: u32) {
     const REQUESTS: u32 = 3000;
     let workers = pool(poll_us);
     let set = QueueSet::new("t", &workers, &[0; QUEUES as usize]).unwrap();
-    let lines: Vec<_> = (0..QUEUES).map(|_| TestRing::new(REQUESTS as usize)).collect();
-    for (i, line) in lines.iter().enumerate() {
-        set.start(i as u16, TestQueue::boxed(line, Duration::ZERO));
+    let rings: Vec<_> = (0..QUEUES).map(|_| TestRing::new(REQUESTS as usize)).collect();
+    for (i, ring) in rings.iter().enumerate() {
+        set.start(i as u16, TestQueue::boxed(ring, Duration::ZERO));
     }
     let mut random = fastrand::Rng::with_seed(seed);
     let mut ids = vec![0];
@@ -226,7 +226,7 @@ fn program(seed: u64, poll_us: u32) {
         match random.u64(..12) {
             0..7 => {
                 let n = left[q].min(1 + random.u64(..60) as u32);
-                lines[q].offer(n);
+                rings[q].offer(n);
                 left[q] -= n;
             }
             7 | 8 => {
@@ -254,8 +254,8 @@ fn program(seed: u64, poll_us: u32) {
             _ => {}
         }
     }
-    for (i, line) in lines.iter().enumerate() {
-        line.wait_done();
+    for (i, ring) in rings.iter().enumerate() {
+        ring.wait_done();
         assert!(set.stop(i as u16).is_some());
     }
     drop(set);
@@ -275,18 +275,18 @@ fn step_2_out_of_time_leaves_the_queue_where_it_was() {
     let workers = pool(0);
     let other = workers.create(None, &Settings::default()).unwrap();
     let set = QueueSet::new("t", &workers, &[0]).unwrap();
-    let line = TestRing::new(4);
+    let ring = TestRing::new(4);
     // The requests take longer than the attach waits.
-    set.start(0, TestQueue::boxed(&line, Duration::from_secs(3)));
-    line.offer(2);
-    while line.taken.load(Ordering::Relaxed) < 2 {
+    set.start(0, TestQueue::boxed(&ring, Duration::from_secs(3)));
+    ring.offer(2);
+    while ring.taken.load(Ordering::Relaxed) < 2 {
         std::thread::sleep(Duration::from_millis(1));
     }
     let error = set.attach(0, other, Duration::from_millis(20)).unwrap_err();
     assert_eq!(error.kind(), Kind::Busy);
     assert_eq!(set.placement(0), (0, 1));
-    line.offer(2);
-    line.wait_done();
+    ring.offer(2);
+    ring.wait_done();
     set.attach(0, other, Duration::from_secs(60)).unwrap();
     assert_eq!(set.placement(0), (other, 2));
     drop(set.stop(0));
@@ -297,8 +297,8 @@ fn a_kick_between_release_and_attach_is_not_lost() {
     let workers = pool(0);
     let ids: Vec<_> = (0..2).map(|_| workers.create(None, &Settings::default()).unwrap()).collect();
     let set = Arc::new(QueueSet::new("t", &workers, &[0]).unwrap());
-    let line = TestRing::new(2000);
-    set.start(0, TestQueue::boxed(&line, Duration::ZERO));
+    let ring = TestRing::new(2000);
+    set.start(0, TestQueue::boxed(&ring, Duration::ZERO));
     let mover = {
         let set = set.clone();
         std::thread::spawn(move || {
@@ -308,38 +308,38 @@ fn a_kick_between_release_and_attach_is_not_lost() {
         })
     };
     for _ in 0..2000 {
-        line.offer(1);
+        ring.offer(1);
         std::thread::sleep(Duration::from_micros(20));
     }
     mover.join().unwrap();
-    line.wait_done();
+    ring.wait_done();
     drop(set.stop(0));
 }
 
 /// Tests peers that wait for their answers, several on one worker that lets requests coalesce. A
 /// peer that stops short of the number that the worker waits for is still served.
 #[test]
-fn gathering_leaves_nobody_waiting() {
+fn coalescing_leaves_no_request_waiting() {
     const REQUESTS: u32 = 40_000;
     const DEPTH: u32 = 8;
     let workers = pool(0);
     let set = QueueSet::new("t", &workers, &[0; 4]).unwrap();
-    let lines: Vec<_> = (0..4).map(|_| TestRing::new(REQUESTS as usize)).collect();
-    for (i, line) in lines.iter().enumerate() {
-        let mut queue = TestQueue::new(line, Duration::ZERO);
+    let rings: Vec<_> = (0..4).map(|_| TestRing::new(REQUESTS as usize)).collect();
+    for (i, ring) in rings.iter().enumerate() {
+        let mut queue = TestQueue::new(ring, Duration::ZERO);
         queue.inline = true;
         set.start(i as u16, Box::new(queue));
     }
     std::thread::scope(|scope| {
-        for line in &lines {
+        for ring in &rings {
             scope.spawn(|| {
                 for first in (0..REQUESTS).step_by(DEPTH as usize) {
                     for _ in 0..DEPTH {
-                        line.offer(1);
+                        ring.offer(1);
                     }
                     let start = std::time::Instant::now();
                     let last = (first + DEPTH - 1) as usize;
-                    while line.done[last].load(Ordering::Acquire) == 0 {
+                    while ring.done[last].load(Ordering::Acquire) == 0 {
                         assert!(start.elapsed() < Duration::from_secs(60), "request {last} was left lying");
                         std::thread::yield_now();
                     }
@@ -348,7 +348,7 @@ fn gathering_leaves_nobody_waiting() {
         }
     });
     for i in 0..4 {
-        lines[i as usize].wait_done();
+        rings[i as usize].wait_done();
         drop(set.stop(i));
     }
 }
@@ -455,11 +455,11 @@ impl Queue for Leaver {
         self.polls += 1;
     }
 
-    fn take(&mut self, _ring: &mut Uring, _base: Token, _budget: u32) -> u32 {
+    fn take(&mut self, _uring: &mut Uring, _base: Token, _budget: u32) -> u32 {
         0
     }
 
-    fn complete(&mut self, _ring: &mut Uring, _token: Token, _result: i32, _more: bool) -> u32 {
+    fn complete(&mut self, _uring: &mut Uring, _token: Token, _result: i32, _more: bool) -> u32 {
         self.polls -= 1;
         0
     }
@@ -474,17 +474,17 @@ impl Queue for Leaver {
 
     fn wake(&mut self) {}
 
-    fn sleep(&mut self, _ring: &mut Uring, _base: Token, _after: u32) -> bool {
+    fn sleep(&mut self, _uring: &mut Uring, _base: Token, _after: u32) -> bool {
         false
     }
 
-    fn disarm(&mut self, _ring: &mut Uring, _base: Token) {}
+    fn disarm(&mut self, _uring: &mut Uring, _base: Token) {}
 
     fn at_rest(&self) -> bool {
         true
     }
 
-    fn leave(&mut self, _ring: &mut Uring) {}
+    fn leave(&mut self, _uring: &mut Uring) {}
 
     fn forwarder(&mut self) -> Option<Box<dyn Forwarder>> {
         let left = std::mem::take(&mut self.polls);

@@ -483,9 +483,9 @@ fn io_wq_bounds() -> (u32, u32) {
 
 /// Makes the ring refuse operations that the daemon does not use, and enables it.
 fn restrict(uring: &IoUring<squeue::Entry128>) -> io::Result<()> {
-    let operations = sandbox::RING_OPERATIONS.map(Restriction::sqe_op);
-    let registrations = sandbox::RING_REGISTRATIONS.map(Restriction::register_op);
-    let flags = [Restriction::sqe_flags_allowed(sandbox::RING_FLAGS)];
+    let operations = sandbox::URING_OPERATIONS.map(Restriction::sqe_op);
+    let registrations = sandbox::URING_REGISTRATIONS.map(Restriction::register_op);
+    let flags = [Restriction::sqe_flags_allowed(sandbox::URING_FLAGS)];
     let mut all: Vec<_> = operations.into_iter().chain(registrations).chain(flags).collect();
     uring.submitter().register_restrictions(&mut all)?;
     uring.submitter().register_enable_rings()
@@ -540,30 +540,30 @@ mod tests {
                 RawFd::MAX
             }
         }
-        let mut ring = Uring::new().unwrap();
-        let free = ring.free.len();
+        let mut uring = Uring::new().unwrap();
+        let free = uring.free.len();
         let file: Arc<dyn AsRawFd + Send + Sync> = Arc::new(Closed);
-        assert_eq!(ring.register_file(&file), UringFile::Plain(RawFd::MAX));
-        assert_eq!(ring.free.len(), free);
-        ring.unregister_file(RawFd::MAX);
-        assert_eq!(ring.free.len(), free);
+        assert_eq!(uring.register_file(&file), UringFile::Plain(RawFd::MAX));
+        assert_eq!(uring.free.len(), free);
+        uring.unregister_file(RawFd::MAX);
+        assert_eq!(uring.free.len(), free);
     }
 
     #[test]
     fn what_was_done_at_once_completes_in_its_order() {
-        let mut ring = Uring::new().unwrap();
+        let mut uring = Uring::new().unwrap();
         let token = |slot| Token { index: 1, generation: 2, slot, op: 3 };
-        assert!(!ring.has_completions());
+        assert!(!uring.has_completions());
         for slot in 0..3 {
-            ring.done(token(slot), -i32::from(slot));
+            uring.done(token(slot), -i32::from(slot));
         }
-        assert!(ring.has_completions() && !ring.wants_enter());
+        assert!(uring.has_completions() && !uring.wants_enter());
         // The call does not wait for completions of the kernel.
-        assert!(ring.wait(None).unwrap() && ring.wait(Some(std::time::Duration::from_secs(60))).unwrap());
+        assert!(uring.wait(None).unwrap() && uring.wait(Some(std::time::Duration::from_secs(60))).unwrap());
         let mut seen = Vec::new();
-        ring.run_until_idle(|_, token, result| seen.push((token, result))).unwrap();
+        uring.run_until_idle(|_, token, result| seen.push((token, result))).unwrap();
         assert_eq!(seen, [(token(0), 0), (token(1), -1), (token(2), -2)]);
-        assert!(ring.pending() == 0 && !ring.has_completions());
+        assert!(uring.pending() == 0 && !uring.has_completions());
     }
 
     #[test]
@@ -571,34 +571,34 @@ mod tests {
         let open =
             || -> Arc<dyn AsRawFd + Send + Sync> { Arc::new(std::fs::File::open("/dev/null").unwrap()) };
         let (first, second) = (open(), open());
-        let mut ring = Uring::new().unwrap();
-        let free = ring.free.len();
-        let place = ring.register_file(&first);
+        let mut uring = Uring::new().unwrap();
+        let free = uring.free.len();
+        let place = uring.register_file(&first);
         assert!(matches!(place, UringFile::Fixed(_)));
         // Another thread may not change it (EEXIST, IORING_SETUP_SINGLE_ISSUER).
         let fd = first.as_raw_fd();
-        let mut ring = std::thread::spawn(move || {
-            ring.unregister_file(fd);
-            ring
+        let mut uring = std::thread::spawn(move || {
+            uring.unregister_file(fd);
+            uring
         })
         .join()
         .unwrap();
-        assert_eq!(ring.free.len(), free);
-        assert_eq!(ring.register_file(&second), place);
-        ring.unregister_file(second.as_raw_fd());
-        assert_eq!(ring.free.len(), free);
+        assert_eq!(uring.free.len(), free);
+        assert_eq!(uring.register_file(&second), place);
+        uring.unregister_file(second.as_raw_fd());
+        assert_eq!(uring.free.len(), free);
     }
 
     #[test]
     fn a_ring_that_takes_nothing_ends_the_process() {
         const CHILD: &str = "VSHUNT_TEST_BROKEN_RING";
         if std::env::var_os(CHILD).is_some() {
-            // Another thread's ring: every enter fails (EEXIST, IORING_SETUP_SINGLE_ISSUER).
-            let mut ring = Uring::new().unwrap();
+            // Another thread's io_uring: every enter fails (EEXIST, IORING_SETUP_SINGLE_ISSUER).
+            let mut uring = Uring::new().unwrap();
             let pushed = std::thread::spawn(move || {
                 for _ in 0..=SQ_ENTRIES {
                     // SAFETY: a no-op names no memory.
-                    unsafe { ring.push(opcode::Nop::new().build(), Token::unpack(0)) };
+                    unsafe { uring.push(opcode::Nop::new().build(), Token::unpack(0)) };
                 }
             });
             let _ = pushed.join();

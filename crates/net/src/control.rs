@@ -214,7 +214,7 @@ impl Queue for ControlQueue {
         self.virtqueue.arm(uring, place.with(0, OP_KICK));
     }
 
-    fn take(&mut self, _ring: &mut Uring, _place: Token, budget: u32) -> u32 {
+    fn take(&mut self, _uring: &mut Uring, _place: Token, budget: u32) -> u32 {
         let mut taken = 0;
         while taken < budget && self.active.is_none() && self.virtqueue.pop() {
             taken += 1;
@@ -247,7 +247,7 @@ impl Queue for ControlQueue {
         self.virtqueue.vring.disable_kick();
     }
 
-    fn sleep(&mut self, _ring: &mut Uring, _place: Token, _after: u32) -> bool {
+    fn sleep(&mut self, _uring: &mut Uring, _place: Token, _after: u32) -> bool {
         self.active.is_none() && !self.virtqueue.broken && self.virtqueue.vring.enable_kick()
     }
 
@@ -265,7 +265,7 @@ impl Queue for ControlQueue {
         self.poll_state == PollState::Off && self.virtqueue.at_rest()
     }
 
-    fn leave(&mut self, _ring: &mut Uring) {}
+    fn leave(&mut self, _uring: &mut Uring) {}
 
     fn extension(&self) -> &'static dyn Any {
         vshunt_virtqueue::extension::<Self>()

@@ -50,7 +50,7 @@ pub use places::check_place;
 use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
 pub use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
-pub use table::{RING_FLAGS, RING_OPERATIONS, RING_REGISTRATIONS};
+pub use table::{URING_FLAGS, URING_OPERATIONS, URING_REGISTRATIONS};
 use vshunt_types::error::{Error, Result};
 
 /// What happens when a thread does something that it may not.

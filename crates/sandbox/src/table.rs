@@ -180,7 +180,7 @@ pub(super) fn guest_paths() -> Vec<Rule> {
 
 /// Operations that io_urings accept; all others complete with EACCES. A filter of system calls does
 /// not see them.
-pub const RING_OPERATIONS: [u8; 17] = [
+pub const URING_OPERATIONS: [u8; 17] = [
     opcode::Nop::CODE,
     opcode::Read::CODE,
     opcode::Readv::CODE,
@@ -202,10 +202,10 @@ pub const RING_OPERATIONS: [u8; 17] = [
 
 /// Registrations that an io_uring accepts after it was made (IORING_REGISTER_* of
 /// linux/io_uring.h): files, the number of threads of io-wq, cancelling.
-pub const RING_REGISTRATIONS: [u8; 6] = [2, 3, 6, 14, 19, 24];
+pub const URING_REGISTRATIONS: [u8; 6] = [2, 3, 6, 14, 19, 24];
 
 /// Flags of operations: IOSQE_FIXED_FILE, IO_DRAIN, IO_LINK, IO_HARDLINK, ASYNC, CQE_SKIP_SUCCESS.
-pub const RING_FLAGS: u8 = 1 | 2 | 4 | 8 | 16 | 64;
+pub const URING_FLAGS: u8 = 1 | 2 | 4 | 8 | 16 | 64;
 
 #[cfg(test)]
 mod tests {

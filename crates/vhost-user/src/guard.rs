@@ -94,16 +94,16 @@ static SPARES_AT: AtomicUsize = AtomicUsize::new(0);
 static SPARES_USED: AtomicUsize = AtomicUsize::new(0);
 
 /// Watches a mapping as long as it lives. It must be dropped before the mapping is unmapped.
-pub(super) struct Watch(&'static Range);
+pub(super) struct RangeWatch(&'static Range);
 
-impl Watch {
+impl RangeWatch {
     /// Returns whether the mapping was replaced.
     pub(super) fn lost(&self) -> bool {
         self.0.state.load(Ordering::Acquire) != INTACT
     }
 }
 
-impl Drop for Watch {
+impl Drop for RangeWatch {
     fn drop(&mut self) {
         let range = self.0;
         let (start, len) = (range.start.load(Ordering::Relaxed), range.len.load(Ordering::Relaxed));
@@ -155,7 +155,7 @@ impl Range {
 /// Until the watch is dropped, the range must stay mapped, nothing else may change the mapping, and
 /// the socket must stay open. Every access of this process to the range must tolerate zeroes at any
 /// time.
-pub(super) unsafe fn watch(start: *mut u8, len: usize, socket: RawFd) -> io::Result<Watch> {
+pub(super) unsafe fn watch(start: *mut u8, len: usize, socket: RawFd) -> io::Result<RangeWatch> {
     if let Err(e) = INSTALLED.get_or_init(install) {
         return Err(io::Error::new(e.kind(), format!("shared memory cannot be guarded: {e}")));
     }
@@ -166,7 +166,7 @@ pub(super) unsafe fn watch(start: *mut u8, len: usize, socket: RawFd) -> io::Res
             range.socket.store(socket, Ordering::Relaxed);
             range.set(start.addr(), len);
             USED.fetch_max(i + 1, Ordering::Release);
-            return Ok(Watch(range));
+            return Ok(RangeWatch(range));
         }
     }
     Err(io::Error::other(format!("vshunt watches {WATCHED_MAX} mappings of shared memory, and no more")))

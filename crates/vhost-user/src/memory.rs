@@ -16,7 +16,7 @@ use vhost::vhost_user::message::VhostUserMemoryRegion;
 use virtio::mem::Region;
 
 use super::budget::{Budget, Share};
-use super::guard::{Watch, watch};
+use super::guard::{RangeWatch, watch};
 use vshunt_types::convert::{low_u16, low_u32, to_usize};
 
 /// Bytes of a page. At least this much reserved address space lies on each side of a mapping.
@@ -45,7 +45,7 @@ pub(super) struct Mapping {
     /// Device and inode number of the file.
     file: (u64, u64),
     /// None only while the mapping is dropped.
-    watch: Option<Watch>,
+    watch: Option<RangeWatch>,
     share: Share,
 }
 
@@ -138,7 +138,7 @@ impl Mapping {
 
     /// Returns whether the front end truncated the file, and the mapping was replaced.
     pub(super) fn lost(&self) -> bool {
-        self.watch.as_ref().is_some_and(Watch::lost)
+        self.watch.as_ref().is_some_and(RangeWatch::lost)
     }
 
     /// Returns whether this is a mapping of that part of that file.

@@ -48,18 +48,18 @@ fn ask(uring: &mut Uring, handle: &DiskHandle, op: Op, offset: u64, bytes: &mut 
 }
 
 fn contents(disk: &Arc<Disk>) -> Vec<u8> {
-    let (mut ring, mut all) = (Uring::new().unwrap(), vec![0; SIZE as usize]);
-    let handle = disk.attach(&mut ring);
-    ask(&mut ring, &handle, Op::Read, 0, &mut all);
-    handle.detach(&mut ring);
+    let (mut uring, mut all) = (Uring::new().unwrap(), vec![0; SIZE as usize]);
+    let handle = disk.attach(&mut uring);
+    ask(&mut uring, &handle, Op::Read, 0, &mut all);
+    handle.detach(&mut uring);
     all
 }
 
 /// Writes its own part of the disk, until `stop` is set and it has written some.
 fn guest(disk: &Arc<Disk>, stretch: Range<u64>, seed: u64, stop: &AtomicBool) {
     let mut random = Random::new(seed);
-    let mut ring = Uring::new().unwrap();
-    let handle = disk.attach(&mut ring);
+    let mut uring = Uring::new().unwrap();
+    let handle = disk.attach(&mut uring);
     let mut data = vec![0; 128 << 10];
     let mut n = 0;
     while n < 300 || !stop.load(Relaxed) {
@@ -72,20 +72,20 @@ fn guest(disk: &Arc<Disk>, stretch: Range<u64>, seed: u64, stop: &AtomicBool) {
             1 => Op::Discard,
             _ => Op::Write,
         };
-        ask(&mut ring, &handle, op, at, &mut data[..len as usize]);
+        ask(&mut uring, &handle, op, at, &mut data[..len as usize]);
     }
-    handle.detach(&mut ring);
+    handle.detach(&mut uring);
 }
 
 fn fill(disk: &Arc<Disk>) {
-    let (mut ring, mut random) = (Uring::new().unwrap(), Random::new(7));
-    let handle = disk.attach(&mut ring);
+    let (mut uring, mut random) = (Uring::new().unwrap(), Random::new(7));
+    let handle = disk.attach(&mut uring);
     let mut data = vec![0; 256 << 10];
     for at in (0..SIZE).step_by(256 << 10).filter(|at| at % (1 << 20) != 0) {
         data.iter_mut().for_each(|b| *b = random.below(256) as u8);
-        ask(&mut ring, &handle, Op::Write, at, &mut data);
+        ask(&mut uring, &handle, Op::Write, at, &mut data);
     }
-    handle.detach(&mut ring);
+    handle.detach(&mut uring);
 }
 
 /// Copies `source` to `target` while two guests write. The queue moves meanwhile.
@@ -114,10 +114,10 @@ fn copy_under_load(source: &Arc<Disk>, target: &Arc<Disk>, shift: u32, compress:
         copy.paused.store(false, Relaxed);
         copy.work.notify();
         let limit = Instant::now() + Duration::from_secs(60);
-        let mut turn = 0;
+        let mut round = 0;
         while !copy.over.load(Acquire) && Instant::now() < limit {
-            turn += 1;
-            set.attach(0, ids[turn % 2], Duration::from_secs(60)).unwrap();
+            round += 1;
+            set.attach(0, ids[round % 2], Duration::from_secs(60)).unwrap();
             std::thread::park_timeout(Duration::from_millis(3));
         }
         stop.store(true, Relaxed);
@@ -196,7 +196,7 @@ fn zeroes_are_told_from_others() {
 #[test]
 fn a_copy_that_is_stopped_lets_all_writes_go() {
     const LARGE: u64 = 40 << 20;
-    for turn in 0..8 {
+    for round in 0..8 {
         let ram = |name: &str| {
             let spec = DiskSpec {
                 name: name.to_owned(),
@@ -212,7 +212,7 @@ fn a_copy_that_is_stopped_lets_all_writes_go() {
         let work = Arc::new(CopyBeforeWrite::new(todo).unwrap());
         source.set_write_observers(WriteObservers { dirty: vec![], copy_before_write: Some(work.clone()) });
         let copy = Arc::new(Copy::new(source.clone(), target, work, std::thread::current()));
-        copy.paused.store(turn % 2 == 0, Relaxed);
+        copy.paused.store(round % 2 == 0, Relaxed);
         let workers = Workers::new(0).unwrap();
         let home = workers.create(None, &Settings::default()).unwrap();
         let set = QueueSet::new("copy", &workers, &[home]).unwrap();
@@ -220,16 +220,16 @@ fn a_copy_that_is_stopped_lets_all_writes_go() {
         let (done, is_done) = std::sync::mpsc::channel();
         // More data than the pieces hold, so that the copy has to wait for a reader.
         std::thread::spawn(move || {
-            let mut ring = Uring::new().unwrap();
-            let handle = source.attach(&mut ring);
+            let mut uring = Uring::new().unwrap();
+            let handle = source.attach(&mut uring);
             let mut data = vec![1; 64 << 10];
             for at in (0..LARGE).step_by(64 << 10) {
-                ask(&mut ring, &handle, Op::Write, at, &mut data);
+                ask(&mut uring, &handle, Op::Write, at, &mut data);
             }
-            handle.detach(&mut ring);
+            handle.detach(&mut uring);
             done.send(()).unwrap();
         });
-        std::thread::sleep(Duration::from_micros(500 * turn));
+        std::thread::sleep(Duration::from_micros(500 * round));
         copy.stop.store(true, Relaxed);
         copy.work.notify();
         is_done.recv_timeout(Duration::from_secs(60)).expect("a write waits for a copy that has ended");

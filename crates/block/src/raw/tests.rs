@@ -85,17 +85,17 @@ fn short_transfers_are_resumed() {
                     (from.wrapping_add(24 << 10), 40 << 10),
                 ];
                 let ask = Ask { segments, ..Ask::new(op, 8192, 64 << 10) };
-                let mut turn = 0;
+                let mut round = 0;
                 let res = rig.run_with(&[ask], |_, res| {
-                    turn += 1;
-                    match turn % 4 {
+                    round += 1;
+                    match round % 4 {
                         0 => -libc::EINTR,
                         1 => -libc::EAGAIN,
                         _ => res.min(step),
                     }
                 });
                 assert_eq!(res, [0]);
-                assert!(turn > 8, "it was not in pieces");
+                assert!(round > 8, "it was not in pieces");
             }
             assert!(room[at..at + data.len()] == data, "direct {direct:?}, aligned {aligned}");
         }
@@ -308,9 +308,9 @@ fn a_sync_that_failed_is_not_forgotten_either() {
     let raw = alone(&mut disk);
     raw.file = good;
     assert_eq!(disk.sync().unwrap_err().raw_os_error(), Some(errno));
-    let mut ring = vshunt_engine::Uring::new().unwrap();
-    let handle = Arc::new(disk).attach(&mut ring);
-    assert_eq!(Rig { ring, handle }.flush(), -errno);
+    let mut uring = vshunt_engine::Uring::new().unwrap();
+    let handle = Arc::new(disk).attach(&mut uring);
+    assert_eq!(Rig { uring, handle }.flush(), -errno);
 }
 
 /// O_DIRECT in units of a page, on a file with requests in sectors: as on a file system on a disk
@@ -330,9 +330,9 @@ fn requests_smaller_than_a_direct_block_go_aside() {
     let buffered: SharedFile = Arc::new(File::options().read(true).write(true).open(&path).unwrap());
     raw.buffered = Some(buffered);
     let disk = Arc::new(disk);
-    let mut ring = vshunt_engine::Uring::new().unwrap();
-    let handle = disk.attach(&mut ring);
-    let mut rig = Rig { ring, handle };
+    let mut uring = vshunt_engine::Uring::new().unwrap();
+    let handle = disk.attach(&mut uring);
+    let mut rig = Rig { uring, handle };
     let mut model = vec![0; SIZE as usize];
     for i in 0..400u64 {
         let (at, len) = (i * 7919 % 8000 * 512, 512 << (i % 5));

@@ -34,8 +34,8 @@ fn clean(spec: &DiskSpec) {
 }
 
 fn end(rig: Rig) {
-    let Rig { mut ring, handle } = rig;
-    handle.detach(&mut ring);
+    let Rig { mut uring, handle } = rig;
+    handle.detach(&mut uring);
 }
 
 const IN_USE: u32 = flag::IN_USE | flag::AUTO;

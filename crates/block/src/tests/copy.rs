@@ -15,8 +15,10 @@ impl Rig {
         io.reset(Op::Seek { own }, offset, false);
         io.request.len = len;
         let token = Token { index: 1, generation: 2, slot: 0, op: 3 };
-        let mut step = handle.start(&mut self.ring, &mut io, token);
-        self.ring.run_until_idle(|ring, token, res| step = handle.resume(ring, &mut io, token, res)).unwrap();
+        let mut step = handle.start(&mut self.uring, &mut io, token);
+        self.uring
+            .run_until_idle(|uring, token, res| step = handle.resume(uring, &mut io, token, res))
+            .unwrap();
         assert_eq!(step, Step::Done(0));
         let found = io.request.found.expect("an answer");
         (found.extent, found.len)
@@ -59,8 +61,8 @@ fn compressed_clusters_take_less_and_read_the_same() {
         }
         assert!(rig.read(0, BYTES as usize) == all);
         let path = spec.file.clone().unwrap();
-        let Rig { mut ring, handle } = rig;
-        handle.detach(&mut ring);
+        let Rig { mut uring, handle } = rig;
+        handle.detach(&mut uring);
         let len = fs::metadata(&path).unwrap().len();
         assert!(len < BYTES / 2 + (1 << 20), "{len}");
         let mut rig = Rig::new(spec);

@@ -84,12 +84,12 @@ pub fn options(options: Options) -> Options {
 }
 
 /// A ring that gets malformed chains.
-struct Ring {
+struct HostileRing {
     parts: RingParts,
     avail: u16,
 }
 
-impl Ring {
+impl HostileRing {
     fn put(&self, at: u16, desc: &Desc) {
         self.parts.desc.write(usize::from(at) * 16, &desc.bytes());
     }
@@ -132,7 +132,7 @@ struct Offered {
 struct Hostile<'a> {
     kernel: &'a Kernel,
     plan: &'a HostilePlan,
-    rings: Vec<Ring>,
+    rings: Vec<HostileRing>,
     arena: &'a Area,
     source: Source<'a>,
     counts: Counts,
@@ -171,7 +171,7 @@ pub fn run(disk: &mut Disk, plan: &HostilePlan) -> Result<Counts> {
         valid: false,
     };
     let (progress, over) = (AtomicU64::new(0), AtomicBool::new(false));
-    let rings = parts.into_iter().map(|parts| Ring { parts, avail: 0 }).collect();
+    let rings = parts.into_iter().map(|parts| HostileRing { parts, avail: 0 }).collect();
     let counts = Counts::default();
     let mut hostile = Hostile { kernel, plan, rings, arena: &arena, source, counts, progress: &progress };
     let result = std::thread::scope(|scope| {

@@ -125,14 +125,14 @@ fn words(bytes: &[u8]) -> u64 {
 }
 
 /// A frame in two pieces.
-pub struct Frame {
+pub struct MarkedFrame {
     /// Headers and identity.
     pub head: [u8; HEAD],
     /// The bytes behind the head.
     pub tail: &'static [u8],
 }
 
-impl Frame {
+impl MarkedFrame {
     /// Makes the frame of `len` bytes with the identity `mark`. `partial`: its UDP checksum covers
     /// only the pseudo header, and the device completes it.
     ///
@@ -206,7 +206,7 @@ pub fn check(frame: &[u8], mark: Mark, partial: bool) -> std::result::Result<(),
         return Err(Wrong::Bytes(frame.len().min(LEN_MAX)));
     }
     let direction = if frame[26..30] == GUEST.ip { Direction::Out } else { Direction::In };
-    let want = Frame::new(direction, mark, frame.len(), partial);
+    let want = MarkedFrame::new(direction, mark, frame.len(), partial);
     let same = |range: std::ops::Range<usize>| match frame[range.clone()] == want.head[range.clone()] {
         true => Ok(()),
         false => Err(Wrong::Bytes(range.start)),
@@ -320,7 +320,7 @@ mod tests {
 
     fn whole(direction: Direction, mark: Mark, len: usize, partial: bool) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        Frame::new(direction, mark, len, partial).write(&mut bytes);
+        MarkedFrame::new(direction, mark, len, partial).write(&mut bytes);
         bytes
     }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use self::receive::Partial;
 use super::device::{HEADER, Pair};
 use super::flows::{Flows, Tally};
-use super::frame::{self, CSUM_OFFSET, CSUM_START, Direction, Frame, HEAD, LEN_PLAIN, Mark, SEGMENT};
+use super::frame::{self, CSUM_OFFSET, CSUM_START, Direction, HEAD, LEN_PLAIN, Mark, MarkedFrame, SEGMENT};
 use super::rate::Rate;
 use super::{Mode, NetPlan};
 use crate::driver::{DriverSeg, Queue};
@@ -173,7 +173,7 @@ impl<'a> Lane<'a> {
     fn announce(&mut self) {
         let Some(slot) = self.pair.tx.queue.take_slot() else { return };
         let mark = Mark { run: self.plan.run, flow: 0, number: 0 };
-        let frame = Frame::new(Direction::In, mark, frame::LEN_MIN, false);
+        let frame = MarkedFrame::new(Direction::In, mark, frame::LEN_MIN, false);
         let mut bytes = [0; HEADER + frame::LEN_MIN];
         frame.write(&mut bytes[HEADER..]);
         let tx = &self.pair.tx;
@@ -189,7 +189,8 @@ impl<'a> Lane<'a> {
         let Some(slot) = self.pair.tx.queue.take_slot() else { return false };
         let (flow, number) = self.sources[self.next_source];
         let len = self.plan.sizes.len(number);
-        let frame = Frame::new(Direction::Out, Mark { run: self.plan.run, flow, number }, len, self.csum);
+        let frame =
+            MarkedFrame::new(Direction::Out, Mark { run: self.plan.run, flow, number }, len, self.csum);
         let tx = &self.pair.tx;
         let at = tx.at(slot);
         tx.buffers.write(at, &header(self.csum, self.uso && len > LEN_PLAIN));

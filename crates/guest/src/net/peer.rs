@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::flows::{Flows, Tally};
-use super::frame::{self, CSUM_OFFSET, CSUM_START, Direction, Frame, LEN_PLAIN, Mark, SEGMENT};
+use super::frame::{self, CSUM_OFFSET, CSUM_START, Direction, LEN_PLAIN, Mark, MarkedFrame, SEGMENT};
 use super::{Mode, NetPlan};
 use crate::error::Result;
 use crate::link::{self, Inbox, LinkCounters, Outbox, PacketSocket};
@@ -166,7 +166,7 @@ impl<'a> Threads<'a> {
                 if plan.offloads {
                     bytes[..HEADER].copy_from_slice(&sent_header(len));
                 }
-                Frame::new(Direction::In, mark, len, plan.offloads).write(&mut bytes[header..]);
+                MarkedFrame::new(Direction::In, mark, len, plan.offloads).write(&mut bytes[header..]);
                 *number += 1;
                 next_flow = (next_flow + 1) % flows.len();
             }

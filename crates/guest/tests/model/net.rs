@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use virtio::ring::{Chain, DeviceRing, Head, Seg};
 use vshunt_guest::driver::feature;
-use vshunt_guest::net::frame::{self, Direction, Frame, Mark, Sizes};
+use vshunt_guest::net::frame::{self, Direction, Mark, MarkedFrame, Sizes};
 use vshunt_guest::net::{Flows, Tally};
 
 use super::serve::{QueueThread, counts_down};
@@ -78,7 +78,8 @@ impl Net {
         let sizes = self.sizes.lock().expect("sizes").unwrap_or(Sizes::Range(60, 1514));
         let (len, partial) = (sizes.len(number), self.partial.load(Ordering::Acquire));
         let mut bytes = vec![0; HEADER + len];
-        Frame::new(Direction::In, Mark { run: 5, flow, number }, len, partial).write(&mut bytes[HEADER..]);
+        MarkedFrame::new(Direction::In, Mark { run: 5, flow, number }, len, partial)
+            .write(&mut bytes[HEADER..]);
         bytes[0] = u8::from(partial);
         if counts_down(&self.damage_in) {
             bytes[HEADER + 59] ^= 0x10;

@@ -14,9 +14,9 @@ fn disk() -> Disk {
 
 /// Returns the location of the range, if the fast path finds it.
 fn short(disk: &mut Disk, op: Op, pos: u64, len: u64) -> Option<(FileId, u64)> {
-    let hit = FastPath::find(&disk.chain, &mut disk.user, op, pos, len)?;
-    let place = (hit.file, hit.offset);
-    hit.end(&disk.chain, &mut disk.user);
+    let fast_path = FastPath::find(&disk.chain, &mut disk.user, op, pos, len)?;
+    let place = (fast_path.file, fast_path.offset);
+    fast_path.end(&disk.chain, &mut disk.user);
     Some(place)
 }
 
@@ -130,11 +130,11 @@ fn a_cluster_that_goes_stays_until_the_transfer_ends() {
     disk.other(Op::Flush, 0, 0);
     let other = disk.chain.top().join();
     let mut reader = std::mem::replace(&mut disk.user, other);
-    let hit = FastPath::find(&disk.chain, &mut reader, Op::Read, CLUSTER, 4096).unwrap();
+    let fast_path = FastPath::find(&disk.chain, &mut reader, Op::Read, CLUSTER, 4096).unwrap();
     disk.other(Op::Discard, CLUSTER, CLUSTER);
     let there = |disk: &Disk| {
         let mut bytes = [0; 4096];
-        disk.files[0].read_at(hit.offset, &mut bytes).unwrap();
+        disk.files[0].read_at(fast_path.offset, &mut bytes).unwrap();
         bytes[0]
     };
     for _ in 0..4 {
@@ -142,8 +142,8 @@ fn a_cluster_that_goes_stays_until_the_transfer_ends() {
         disk.write(0, &[9; 4096]);
         assert_eq!(there(&disk), 7, "it was given back, or to another");
     }
-    let offset = hit.offset;
-    hit.end(&disk.chain, &mut reader);
+    let offset = fast_path.offset;
+    fast_path.end(&disk.chain, &mut reader);
     (0..2).for_each(|_| disk.other(Op::Flush, 0, 0));
     let mut bytes = [1; 4096];
     disk.files[0].read_at(offset, &mut bytes).unwrap();

@@ -180,7 +180,7 @@ struct Slot {
     guest: Vec<u8>,
     step: Option<Step>,
     /// The fast path that it took. The step is then its only one.
-    hit: Option<FastPath>,
+    fast_path: Option<FastPath>,
     /// Whether it was woken while it waits.
     woken: bool,
 }
@@ -201,7 +201,7 @@ struct Sim {
     crashes: u32,
     kills: u32,
     faults: u64,
-    hits: u64,
+    fast_paths: u64,
     log: bool,
 }
 
@@ -266,7 +266,7 @@ impl Sim {
             crashes: 0,
             kills: 0,
             faults: 0,
-            hits: 0,
+            fast_paths: 0,
             log: std::env::var_os("QCOW2_SIM_LOG").is_some(),
         };
         sim.join();
@@ -283,7 +283,7 @@ impl Sim {
             first: 0,
             guest: vec![],
             step: None,
-            hit: None,
+            fast_path: None,
             woken: false,
         };
         self.slots = (0..self.shape.workers * self.shape.slots).map(slot).collect();
@@ -357,12 +357,12 @@ impl Sim {
         }
         let bytes = (first * SECTOR as u64, len * SECTOR as u64);
         let user = &mut self.users[i / self.shape.slots];
-        let hit = if stable { None } else { FastPath::find(&self.chain, user, op, bytes.0, bytes.1) };
-        if let Some(hit) = hit {
-            self.hits += 1;
+        let fast_path = if stable { None } else { FastPath::find(&self.chain, user, op, bytes.0, bytes.1) };
+        if let Some(fast_path) = fast_path {
+            self.fast_paths += 1;
             let slot = &mut self.slots[i];
-            slot.step = Some(Step::Data { file: hit.file, offset: hit.offset, data: 0..bytes.1 });
-            slot.hit = Some(hit);
+            slot.step = Some(Step::Data { file: fast_path.file, offset: fast_path.offset, data: 0..bytes.1 });
+            slot.fast_path = Some(fast_path);
             return;
         }
         self.with(i, |request, cx| request.start(op, bytes.0, bytes.1, stable, cx));
@@ -409,9 +409,9 @@ impl Sim {
             let slot = &mut self.slots[i];
             perform(&self.files, &mut slot.request, slot.op, &mut slot.guest, step);
         }
-        match self.slots[i].hit.take() {
-            Some(hit) => {
-                hit.end(&self.chain, &mut self.users[i / self.shape.slots]);
+        match self.slots[i].fast_path.take() {
+            Some(fast_path) => {
+                fast_path.end(&self.chain, &mut self.users[i / self.shape.slots]);
                 self.end(i, res);
             }
             None => self.with(i, |request, cx| request.resume(res, cx)),
@@ -476,7 +476,7 @@ impl Sim {
             first: 0,
             guest: vec![0; len as usize],
             step: None,
-            hit: None,
+            fast_path: None,
             woken: false,
         };
         std::mem::swap(&mut slot, &mut self.slots[0]);
@@ -569,7 +569,7 @@ impl Sim {
         assert!(!Header::parse(&bytes).unwrap().is_open(), "it is not marked as closed");
         let leaks = check::check(&bytes).unwrap_or_else(|e| panic!("at the end: {e}"));
         assert!(self.shape.faults == 0 || self.faults > 0, "nothing failed");
-        assert!(self.hits > 0, "no request went the fast path");
+        assert!(self.fast_paths > 0, "no request went the fast path");
         let holes = self.shape.holes > 0;
         assert!(holes || self.crashes > 0 || leaks == 0, "{leaks} clusters leak");
         sample(&bytes, "at the end", true);

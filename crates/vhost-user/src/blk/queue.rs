@@ -326,7 +326,7 @@ impl Queue for BlkQueue {
         self.vring.disable_kick();
     }
 
-    fn sleep(&mut self, _ring: &mut Uring, _place: Token, after: u32) -> bool {
+    fn sleep(&mut self, _uring: &mut Uring, _place: Token, after: u32) -> bool {
         let after = u16::try_from(after).unwrap_or(u16::MAX);
         !self.broken && self.vring.enable_kick_after(after) && !self.free.is_empty()
     }

@@ -63,8 +63,8 @@ fn translations_agree_with_a_simple_search() {
             host += 0x1000;
         }
         let mut shuffled: Vec<_> = regions.iter().map(|&(a, s, h)| region(a, s, h)).collect();
-        let turn = rng.below(shuffled.len() as u64) as usize;
-        shuffled.rotate_left(turn);
+        let shift = rng.below(shuffled.len() as u64) as usize;
+        shuffled.rotate_left(shift);
         let mem = table(shuffled).unwrap();
         let byte = |guest: u64| {
             regions.iter().find(|r| guest >= r.0 && guest - r.0 < r.1).map(|r| r.2 + (guest - r.0) as usize)

@@ -60,7 +60,7 @@ struct Shared {
 
 /// What came: the next number of a flow, and all that came before.
 #[derive(Default)]
-struct Order {
+struct FrameOrder {
     /// By flow and pair. Where pairs were switched a flow goes to another one, and may overtake
     /// itself on the way there.
     next: BTreeMap<(u16, u16), u32>,
@@ -68,7 +68,7 @@ struct Order {
     switched: bool,
 }
 
-impl Order {
+impl FrameOrder {
     /// A frame that came on a pair. Whether it is a frame of the test.
     fn next(&mut self, pair: u16, bytes: &[u8]) -> Outcome<bool> {
         let Some(mark) = read_mark(bytes) else { return Ok(false) };
@@ -90,22 +90,22 @@ impl Order {
 struct Source {
     first: u16,
     next: BTreeMap<u16, u32>,
-    turn: u32,
+    position: u32,
 }
 
 impl Source {
     fn new(first: u16) -> Self {
-        Self { first, next: BTreeMap::new(), turn: 0 }
+        Self { first, next: BTreeMap::new(), position: 0 }
     }
 
     fn flow(&self) -> u16 {
-        self.first + (self.turn % u32::from(FLOWS)) as u16
+        self.first + (self.position % u32::from(FLOWS)) as u16
     }
 
     fn make(&mut self, from: [u8; 6], to: [u8; 6]) -> Vec<u8> {
         let flow = self.flow();
         let number = *self.next.get(&flow).unwrap_or(&0);
-        let len = match self.turn % 61 {
+        let len = match self.position % 61 {
             0 => 9000,
             7 => 4000,
             n if n % 5 == 0 => 1514,
@@ -117,7 +117,7 @@ impl Source {
     /// The frame that was made is on its way.
     fn sent(&mut self) {
         *self.next.entry(self.flow()).or_insert(0) += 1;
-        self.turn += 1;
+        self.position += 1;
     }
 }
 
@@ -152,7 +152,7 @@ fn host_sends(shared: &Shared, host: &Host) {
 
 /// Takes what the guest sends.
 fn host_receives(shared: &Shared, host: &Host) -> Outcome {
-    let mut order = Order::default();
+    let mut order = FrameOrder::default();
     while !shared.stop.load(SeqCst) {
         let Some(bytes) = host.receive(Duration::from_millis(20)) else { continue };
         if order.next(0, &bytes)? {
@@ -182,7 +182,7 @@ struct Driver<'a> {
     on: Vec<bool>,
     /// No frame may come on pairs that are off.
     strict: bool,
-    order: Order,
+    order: FrameOrder,
     source: Source,
     since: Instant,
     reconnects: u32,
@@ -208,7 +208,7 @@ impl Driver<'_> {
         let count = &self.shared.from_guest;
         let pair = self.source.flow() % self.on.len() as u16;
         if !self.on[usize::from(pair)] {
-            self.source.turn += 1;
+            self.source.position += 1;
             return Ok(true);
         }
         if count.open() >= WINDOW {
@@ -227,7 +227,7 @@ impl Driver<'_> {
         Ok(sent)
     }
 
-    fn turn(&mut self) -> Outcome {
+    fn step(&mut self) -> Outcome {
         if self.guest.lost() {
             // Its pairs are switched on one after the other: frames that wait at the first one are
             // overtaken by those that come to the next.
@@ -256,7 +256,7 @@ impl Driver<'_> {
     /// the former one, and starts them where they stand. No buffer that it had taken ahead may be
     /// missing.
     ///
-    /// The new daemon may be killed here, too. Then the next turn connects again.
+    /// The new daemon may be killed here, too. Then the next step connects again.
     fn stop_early(&mut self) -> Outcome {
         let pair = self.reconnects as u16 % self.on.len() as u16;
         for ring in [2 * pair, 2 * pair + 1] {
@@ -332,7 +332,7 @@ impl Driver<'_> {
                 Some(VIRTIO_NET_OK) => return Ok(()),
                 Some(answer) => return Err(format!("{command:?} is answered by {answer}")),
                 None if Instant::now() > end => return Err(format!("{command:?} is not answered")),
-                None => self.turn()?,
+                None => self.step()?,
             }
         }
     }
@@ -390,7 +390,7 @@ fn traffic(socket: &Path, ifname: &str, pairs: u16, kind: Kind) -> Outcome {
         // A device with a control queue begins with one.
         on: (0..pairs).map(|pair| pair == 0 || !kind.control).collect(),
         strict: kind.control,
-        order: Order::default(),
+        order: FrameOrder::default(),
         source: Source::new(4000),
         since: Instant::now(),
         reconnects: 0,
@@ -402,7 +402,7 @@ fn traffic(socket: &Path, ifname: &str, pairs: u16, kind: Kind) -> Outcome {
         result = match commands.try_recv().ok().as_deref() {
             Some("stop") => break,
             Some(line) => driver.command(line),
-            None => driver.turn(),
+            None => driver.step(),
         };
     }
     let result = result.and_then(|()| driver.end());

@@ -20,7 +20,7 @@ const _: () = assert!(NESTING_MAX < 128);
 
 /// A part of the stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Frame {
+pub(crate) enum QmpFrame {
     /// A text with balanced brackets, with double quotes instead of single ones. It probably is
     /// JSON.
     Message(String),
@@ -66,7 +66,7 @@ impl Framer {
     }
 
     /// Parses `bytes`. Calls `emit` for each message or error that they complete.
-    pub(crate) fn push(&mut self, bytes: &[u8], mut emit: impl FnMut(Frame)) {
+    pub(crate) fn push(&mut self, bytes: &[u8], mut emit: impl FnMut(QmpFrame)) {
         for &byte in bytes {
             if let Some(frame) = self.byte(byte) {
                 emit(frame);
@@ -74,7 +74,7 @@ impl Framer {
         }
     }
 
-    fn byte(&mut self, byte: u8) -> Option<Frame> {
+    fn byte(&mut self, byte: u8) -> Option<QmpFrame> {
         let white = matches!(byte, b' ' | b'\t' | b'\r' | b'\n');
         let resync = (byte < 0x20 && !white) || byte >= 0xFE;
         match self.state {
@@ -103,7 +103,7 @@ impl Framer {
         None
     }
 
-    fn body(&mut self, byte: u8) -> Option<Frame> {
+    fn body(&mut self, byte: u8) -> Option<QmpFrame> {
         match byte {
             b'{' | b'[' if self.depth == NESTING_MAX => {
                 return Some(self.fail("JSON parse error, nested too deeply", true));
@@ -122,7 +122,7 @@ impl Framer {
         (self.depth == 0).then(|| self.finish())
     }
 
-    fn text(&mut self, byte: u8, quote: u8, escaped: bool) -> Option<Frame> {
+    fn text(&mut self, byte: u8, quote: u8, escaped: bool) -> Option<QmpFrame> {
         self.state = State::Text { quote, escaped: !escaped && byte == b'\\' };
         match (escaped, byte) {
             (false, b'\\') => None,
@@ -137,7 +137,7 @@ impl Framer {
         }
     }
 
-    fn keep(&mut self, bytes: &[u8]) -> Option<Frame> {
+    fn keep(&mut self, bytes: &[u8]) -> Option<QmpFrame> {
         if self.buffer.len() + bytes.len() > MESSAGE_BYTES_MAX {
             return Some(self.fail("message is longer than 1 MiB", true));
         }
@@ -145,19 +145,19 @@ impl Framer {
         None
     }
 
-    fn finish(&mut self) -> Frame {
+    fn finish(&mut self) -> QmpFrame {
         self.state = State::Between;
         match String::from_utf8(std::mem::take(&mut self.buffer)) {
-            Ok(text) => Frame::Message(text),
-            Err(_) => Frame::Error("JSON parse error, invalid UTF-8"),
+            Ok(text) => QmpFrame::Message(text),
+            Err(_) => QmpFrame::Error("JSON parse error, invalid UTF-8"),
         }
     }
 
-    fn fail(&mut self, why: &'static str, line: bool) -> Frame {
+    fn fail(&mut self, why: &'static str, line: bool) -> QmpFrame {
         self.buffer = Vec::new();
         self.depth = 0;
         self.state = State::Skip { line };
-        Frame::Error(why)
+        QmpFrame::Error(why)
     }
 }
 
@@ -168,15 +168,15 @@ mod tests {
 
     use super::*;
 
-    fn frames<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> Vec<Frame> {
+    fn frames<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> Vec<QmpFrame> {
         let mut framer = Framer::new();
         let mut out = Vec::new();
         pieces.into_iter().for_each(|p| framer.push(p, |f| out.push(f)));
         out
     }
 
-    fn message(text: &str) -> Frame {
-        Frame::Message(text.to_owned())
+    fn message(text: &str) -> QmpFrame {
+        QmpFrame::Message(text.to_owned())
     }
 
     #[test]
@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(want.len(), 7, "{want:?}");
         assert_eq!(want[1], message(r#"{"b": "it's \"c\""}"#));
         assert_eq!(want[2], message("[1]"));
-        assert!(matches!(want[3], Frame::Error(_)));
+        assert!(matches!(want[3], QmpFrame::Error(_)));
         assert_eq!((&want[4], &want[6]), (&message("{}"), &message("{}")));
         for cut in 0..=stream.len() {
             assert_eq!(frames([&stream[..cut], &stream[cut..]]), want, "cut at {cut}");
@@ -200,7 +200,7 @@ mod tests {
         for bad in [0u8, 0x1b, 0xfe, 0xff] {
             let got = frames([b"{\"execute\": \"qu".as_slice(), &[bad], b" it\"}\n{\"a\":1}"]);
             assert_eq!(got.len(), 2, "{bad:#x}");
-            assert!(matches!(got[0], Frame::Error(_)));
+            assert!(matches!(got[0], QmpFrame::Error(_)));
             assert_eq!(got[1], message("{\"a\":1}"));
         }
     }
@@ -208,11 +208,14 @@ mod tests {
     #[test]
     fn long_and_deep_ones_are_refused_once() {
         let long = format!("{{\"a\": \"{}\"}}\n{{}}", "x".repeat(2 * MESSAGE_BYTES_MAX));
-        assert_eq!(frames([long.as_bytes()]), [Frame::Error("message is longer than 1 MiB"), message("{}")]);
+        assert_eq!(
+            frames([long.as_bytes()]),
+            [QmpFrame::Error("message is longer than 1 MiB"), message("{}")]
+        );
         let deep = format!("{}\n{{}}", "[".repeat(5000));
         assert_eq!(
             frames([deep.as_bytes()]),
-            [Frame::Error("JSON parse error, nested too deeply"), message("{}")]
+            [QmpFrame::Error("JSON parse error, nested too deeply"), message("{}")]
         );
         let deepest = format!("{}{}", "[".repeat(NESTING_MAX as usize), "]".repeat(NESTING_MAX as usize));
         assert_eq!(frames([deepest.as_bytes()]), [message(&deepest)]);
@@ -244,7 +247,7 @@ mod tests {
         #[test]
         fn any_brackets_and_quotes(text in "[]\\[{}'\",:\\\\ \na1]{0,200}") {
             for frame in frames([text.as_bytes()]) {
-                if let Frame::Message(m) = frame {
+                if let QmpFrame::Message(m) = frame {
                     let bracketed = m.starts_with(['{', '[']) && m.ends_with(['}', ']']);
                     prop_assert!(bracketed, "{}", m);
                 }
@@ -260,8 +263,8 @@ mod tests {
             let got: Vec<Value> = frames([stream.as_bytes()])
                 .into_iter()
                 .map(|f| match f {
-                    Frame::Message(m) => serde_json::from_str(&m).unwrap(),
-                    Frame::Error(e) => panic!("{e}"),
+                    QmpFrame::Message(m) => serde_json::from_str(&m).unwrap(),
+                    QmpFrame::Error(e) => panic!("{e}"),
                 })
                 .collect();
             prop_assert_eq!(got, values);

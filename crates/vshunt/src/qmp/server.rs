@@ -34,7 +34,7 @@ use vshunt_types::sync::Locked;
 
 use super::commands::{self, fdset};
 use super::context::Context;
-use super::framing::{Frame, Framer};
+use super::framing::{Framer, QmpFrame};
 use super::message::{self, QmpError, Request};
 
 /// The most messages that wait for one client. Events come in bursts of one for each queue, and an
@@ -378,10 +378,10 @@ impl Session<'_> {
         self.out.send(line.into()).map_err(|_| Disconnected)
     }
 
-    fn answer(&mut self, frame: Frame) -> String {
+    fn answer(&mut self, frame: QmpFrame) -> String {
         let request = match frame {
-            Frame::Message(text) => Request::parse(&text),
-            Frame::Error(why) => Err((None, QmpError::generic(why))),
+            QmpFrame::Message(text) => Request::parse(&text),
+            QmpFrame::Error(why) => Err((None, QmpError::generic(why))),
         };
         let fd = self.passed.take_for_message(request.as_ref().is_ok_and(|r| r.command == fdset::ADD_FD));
         match request {

@@ -80,9 +80,9 @@ impl Raw {
         }
         let (first, first_wrap) = (self.avail, self.wrap);
         for (i, d) in chain.iter().enumerate() {
-            let turn = if self.wrap { 1 << 7 } else { 1 << 15 };
+            let wrap_bit = if self.wrap { 1 << 7 } else { 1 << 15 };
             // The first one's flags come last: they give the chain away.
-            let flags = if i == 0 { 0 } else { d.flags | turn };
+            let flags = if i == 0 { 0 } else { d.flags | wrap_bit };
             let bytes = [&d.addr.to_le_bytes()[..], &d.len.to_le_bytes(), &d.next.to_le_bytes()].concat();
             let at = usize::from(self.avail) * 16;
             self.parts.desc.write(at, &bytes);
@@ -94,8 +94,8 @@ impl Raw {
                 (self.avail, self.wrap) = (0, !self.wrap);
             }
         }
-        let turn = if first_wrap { 1 << 7 } else { 1 << 15 };
-        self.parts.desc.store_u16(usize::from(first) * 16 + 14, chain[0].flags | turn);
+        let wrap_bit = if first_wrap { 1 << 7 } else { 1 << 15 };
+        self.parts.desc.store_u16(usize::from(first) * 16 + 14, chain[0].flags | wrap_bit);
     }
 
     /// Waits for the next used element, of a chain of `descs`; its length.
@@ -680,14 +680,13 @@ fn asking_for_much(rig: &Rig, export: &str, queues: u16) -> (Machine, Vec<vshunt
     (machine, chain)
 }
 
-/// While one queue of a worker copies long requests, its other queues have their turns between the
-/// parts.
+/// While one queue of a worker copies long requests, its other queues are served between the parts.
 ///
-/// Three short requests, one after the other, take three turns of the worker. A turn that does not
-/// end before all long requests are over does not let them be first. The test's thread may be late
+/// Three short requests, one after the other, take three iterations of the worker. If an iteration
+/// ends after all long requests, they are not first. The test's thread may be late
 /// to see them, so that it tries again.
 #[test]
-fn a_long_request_is_copied_a_part_a_turn() {
+fn a_long_request_is_copied_a_part_in_each_iteration() {
     if by_kernel() {
         return;
     }

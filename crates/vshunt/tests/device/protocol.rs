@@ -304,14 +304,14 @@ fn a_ring_that_is_given_up_asks_for_kicks() {
     for options in shapes().into_iter().filter(|options| !options.event_idx) {
         let mut machine = Machine::connect(&rig.socket("e"), options.clone());
         let load = machine.load(0);
-        for turn in 0..20 {
+        for round in 0..20 {
             load.progress(50);
             // While requests come it asks for none.
             let base = machine.session.stop_ring(0).unwrap();
             // Split: the used ring's flags. Packed: those of the device's event suppression
             // structure (2.8.10).
             let flags = machine.parts[0].device.load_u16(if options.packed { 2 } else { 0 });
-            assert_eq!(flags, 0, "turn {turn}, packed {}", options.packed);
+            assert_eq!(flags, 0, "round {round}, packed {}", options.packed);
             machine.session.set_ring(&RingSetup { parts: &machine.parts[0], base }, false).unwrap();
             machine.parts[0].kick();
         }
@@ -325,12 +325,12 @@ fn a_ring_that_is_switched_off_and_given_up_asks_for_kicks() {
     for options in shapes() {
         let mut machine = Machine::connect(&rig.socket("e"), options.clone());
         let load = machine.load(0);
-        for turn in 0..20 {
+        for round in 0..20 {
             load.progress(50);
             machine.session.enable(0, false).unwrap();
             let base = machine.session.stop_ring(0).unwrap();
             let flags = machine.parts[0].device.load_u16(if options.packed { 2 } else { 0 });
-            assert_eq!(flags, 0, "turn {turn}, packed {}, event_idx {}", options.packed, options.event_idx);
+            assert_eq!(flags, 0, "round {round}, packed {}, event_idx {}", options.packed, options.event_idx);
             machine.session.set_ring(&RingSetup { parts: &machine.parts[0], base }, false).unwrap();
             machine.session.enable(0, true).unwrap();
             machine.parts[0].kick();

@@ -20,18 +20,18 @@ fn run(rig: &mut Rig, asks: &mut [(Op, u64, &mut [u8])]) -> (Vec<Option<i32>>, V
             _ => io.request.len = data.len() as u64,
         }
         let token = Token { index: 1, generation: 2, slot: i as u16, op: 3 };
-        if let Step::Done(res) = rig.handle.start(&mut rig.ring, io, token) {
+        if let Step::Done(res) = rig.handle.start(&mut rig.uring, io, token) {
             results[i] = Some(res);
         }
     }
     let done_at_once = results.clone();
     let handle = &rig.handle;
-    rig.ring
-        .run_until_idle(|ring, token, res| {
+    rig.uring
+        .run_until_idle(|uring, token, res| {
             order.push(token.slot);
             let i = usize::from(token.slot);
             assert_eq!(results[i], None, "a completion after the end");
-            if let Step::Done(res) = handle.resume(ring, &mut ios[i], token, res) {
+            if let Step::Done(res) = handle.resume(uring, &mut ios[i], token, res) {
                 results[i] = Some(res);
             }
         })
@@ -48,7 +48,7 @@ fn ram(size: usize) -> Rig {
 }
 
 #[test]
-fn one_request_of_a_queue_gets_a_part_a_turn() {
+fn one_request_of_a_queue_gets_a_part_in_each_iteration() {
     let mut rig = ram(16 * MIB);
     let (mut a, mut b, mut c, mut d) = (vec![1; 4 * MIB], vec![2; 3 * MIB], vec![3; 4096], vec![4; MIB]);
     let mut asks = [
@@ -101,13 +101,13 @@ fn a_part_that_fails_ends_its_request_alone() {
         ios[i].reset(Op::Write, 0, false);
         // SAFETY: the memory outlives the run; `ios` neither moves nor is dropped before the end.
         unsafe { ios[i].push(data.as_mut_ptr(), data.len()) };
-        assert_eq!(rig.handle.start(&mut rig.ring, &mut ios[i], token(i as u16)), Step::Wait);
+        assert_eq!(rig.handle.start(&mut rig.uring, &mut ios[i], token(i as u16)), Step::Wait);
     }
     let handle = &rig.handle;
-    rig.ring
-        .run_until_idle(|ring, token, res| {
+    rig.uring
+        .run_until_idle(|uring, token, res| {
             let i = usize::from(token.slot);
-            if let Step::Done(res) = handle.resume(ring, &mut ios[i], token, res) {
+            if let Step::Done(res) = handle.resume(uring, &mut ios[i], token, res) {
                 results[i] = Some(res);
             }
         })

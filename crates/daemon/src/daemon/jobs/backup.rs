@@ -27,7 +27,7 @@ const CLUSTER_SHIFT: u32 = 16;
 struct Target {
     disk: Arc<Disk>,
     /// The file that was made for the backup.
-    made: Option<TargetFile>,
+    new_file: Option<TargetFile>,
     /// The disk of the daemon that is the target.
     entry: Option<Arc<DiskEntry>>,
     /// Whether the target reads as zeroes.
@@ -118,13 +118,13 @@ impl Daemon {
         // Before the caller can change the job.
         self.tell_status(job);
         let job = job.clone();
-        let life = move |daemon: &Daemon| {
+        let body = move |daemon: &Daemon| {
             let copied = job.decide(daemon.copy(&job, plan));
             daemon.tell_status(&job);
             let result = cleanup.end(daemon, copied);
             daemon.conclude(&job, result);
         };
-        thread.send(Box::new(life)).expect("it waits");
+        thread.send(Box::new(body)).expect("it waits");
         Ok(())
     }
 
@@ -181,7 +181,7 @@ impl Daemon {
                 entry.watched.release();
                 return Err(e);
             }
-            return Ok(Target { disk: entry.disk.clone(), made: None, entry: Some(entry), fresh: false });
+            return Ok(Target { disk: entry.disk.clone(), new_file: None, entry: Some(entry), fresh: false });
         }
         let path = spec.to.as_deref().expect("checked: one of the two");
         let format = spec.format.unwrap_or(Format::Qcow2);
@@ -205,31 +205,31 @@ impl Daemon {
             ..DiskSpec::default()
         };
         self.check_image(&disk_of(path))?;
-        let made = TargetFile::create(path, spec.overwrite)?;
-        let disk = disk_of(made.part());
-        let may_be_emptied = match source.disk.has_file(made.part()) {
+        let new_file = TargetFile::create(path, spec.overwrite)?;
+        let disk = disk_of(new_file.part());
+        let may_be_emptied = match source.disk.has_file(new_file.part()) {
             true => Err(Error::invalid(format!(
                 "{} is of disk {} itself; choose another name",
-                made.part().display(),
+                new_file.part().display(),
                 spec.disk
             ))),
             false => self.check_image(&disk),
         };
         if let Err(e) = may_be_emptied {
-            made.remove();
+            new_file.remove();
             return Err(e);
         }
-        let image = NewImage { path: made.part(), format, size, backing, overwrite: true };
+        let image = NewImage { path: new_file.part(), format, size, backing, overwrite: true };
         if let Err(e) = image.make() {
             // The existing file may be in use by another process.
-            made.remove();
+            new_file.remove();
             return Err(e);
         }
-        let made = made.take();
+        let new_file = new_file.take();
         match Disk::open(&disk) {
-            Ok(disk) => Ok(Target { disk, made: Some(made), entry: None, fresh }),
+            Ok(disk) => Ok(Target { disk, new_file: Some(new_file), entry: None, fresh }),
             Err(e) => {
-                made.remove();
+                new_file.remove();
                 Err(e)
             }
         }
@@ -324,8 +324,8 @@ fn release_source(daemon: &Daemon, entry: &Arc<DiskEntry>, started: Option<Start
 
 /// Closes a complete target. A file gets its final name.
 fn keep_target(target: Target) -> Result<()> {
-    let Target { disk, made, entry, .. } = target;
-    let Some(made) = made else {
+    let Target { disk, new_file, entry, .. } = target;
+    let Some(new_file) = new_file else {
         drop(disk);
         if let Some(entry) = entry {
             entry.watched.release();
@@ -333,24 +333,24 @@ fn keep_target(target: Target) -> Result<()> {
         return Ok(());
     };
     if let Err(e) = disk.close() {
-        made.remove();
+        new_file.remove();
         return Err(e);
     }
-    made.put()
+    new_file.put()
 }
 
 /// Closes an incomplete target, and removes a file that was made for it.
 fn drop_target(target: Target) {
-    let Target { disk, made, entry, .. } = target;
-    if made.is_some() {
+    let Target { disk, new_file, entry, .. } = target;
+    if new_file.is_some() {
         disk.abandon();
     }
     drop(disk);
     if let Some(entry) = entry {
         entry.watched.release();
     }
-    if let Some(made) = made {
-        made.remove();
+    if let Some(new_file) = new_file {
+        new_file.remove();
     }
 }
 

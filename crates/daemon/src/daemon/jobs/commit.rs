@@ -77,11 +77,11 @@ impl Daemon {
         }
         // Before the caller can change the job.
         self.tell_status(&job);
-        let life = move |daemon: &Daemon| {
+        let body = move |daemon: &Daemon| {
             let result = commit.run(daemon, &job);
             daemon.conclude(&job, result);
         };
-        thread.send(Box::new(life)).expect("it waits");
+        thread.send(Box::new(body)).expect("it waits");
         Ok(id)
     }
 }

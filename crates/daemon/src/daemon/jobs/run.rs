@@ -153,14 +153,14 @@ impl Daemon {
     /// the job is watched, so that nothing must be undone if there is no thread.
     pub(super) fn job_thread(&self, id: &str) -> Result<Sender<JobBody>> {
         let daemon = self.this.upgrade().expect("it is calling");
-        let (life, is_given) = channel::<JobBody>();
+        let (sender, receiver) = channel::<JobBody>();
         let thread = std::thread::Builder::new().name(format!("job-{id}"));
         let spawned = thread.spawn(move || {
-            if let Ok(life) = is_given.recv() {
-                life(&daemon);
+            if let Ok(body) = receiver.recv() {
+                body(&daemon);
             }
         });
         spawned.map_err(|e| Error::io(format_args!("job {id} has no thread"), e))?;
-        Ok(life)
+        Ok(sender)
     }
 }

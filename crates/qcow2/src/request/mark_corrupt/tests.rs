@@ -65,8 +65,8 @@ fn assert_refused(file: Memory, what: &str) {
     for op in [Op::Write, Op::Discard, Op::Zero { unmap: false }, Op::Zero { unmap: true }, Op::Read] {
         let mut disk = Disk::open(Memory::new(before.clone(), 64 << 20), None);
         for pos in [CLUSTER, 0, CLUSTER] {
-            let hit = FastPath::find(&disk.chain, &mut disk.user, op, pos, 512);
-            assert!(hit.is_none(), "{what}");
+            let fast_path = FastPath::find(&disk.chain, &mut disk.user, op, pos, 512);
+            assert!(fast_path.is_none(), "{what}");
             assert_eq!(disk.run(op, pos, vec![9; 1 << 16], 1 << 16).0, EIO, "{what}, {op:?}");
         }
         let (said, marked) = disk.chain.top().take_corruption().expect("it was found");

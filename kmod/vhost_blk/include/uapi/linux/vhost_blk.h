@@ -77,7 +77,7 @@ struct vhost_blk_backend {
  * @unsupported: of those, the ones with VIRTIO_BLK_S_UNSUPP.
  * @read_bytes: bytes that IN requests read from the backend.
  * @written_bytes: bytes that OUT requests wrote to it.
- * @kicks: turns that a kick of the guest began.
+ * @kicks: iterations that a kick of the guest began.
  * @signals: notifications of the guest.
  */
 struct vhost_blk_vring_stats {

@@ -40,14 +40,14 @@ impl Raw {
 }
 
 /// The read end of a pipe. It shows whether any process has the write end open.
-struct Watch(OwnedFd);
+struct PipeWatch(OwnedFd);
 
-fn watched() -> (Watch, OwnedFd) {
+fn watched() -> (PipeWatch, OwnedFd) {
     let (read, write) = pipe().unwrap();
-    (Watch(read), write)
+    (PipeWatch(read), write)
 }
 
-impl Watch {
+impl PipeWatch {
     /// Waits until no process has the other end open.
     fn closed(&self) {
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
@@ -150,7 +150,7 @@ fn of_many_descriptors_one_is_kept() {
     raw.pass("{'execute': 'add-fd'}", &fds);
     drop(fds);
     assert_eq!(raw.read()["return"]["fdset-id"], 0);
-    watches[1..].iter().for_each(Watch::closed);
+    watches[1..].iter().for_each(PipeWatch::closed);
     assert!(watches[0].is_open());
     assert_eq!(raw.sets()[0]["fds"].as_array().map(Vec::len), Some(1));
     // One descriptor with each piece of an incomplete message: the last one counts.
@@ -159,12 +159,12 @@ fn of_many_descriptors_one_is_kept() {
     for _ in 0..200 {
         let (watch, fd) = watched();
         raw.pass("x", &[fd]);
-        last.replace(watch).iter().for_each(Watch::closed);
+        last.replace(watch).iter().for_each(PipeWatch::closed);
     }
-    assert!(last.as_ref().is_some_and(Watch::is_open));
+    assert!(last.as_ref().is_some_and(PipeWatch::is_open));
     raw.send("'}}");
     assert_eq!(raw.read()["return"]["fdset-id"], 1);
-    assert!(last.as_ref().is_some_and(Watch::is_open));
+    assert!(last.as_ref().is_some_and(PipeWatch::is_open));
     // Earlier messages in the same read do not take it.
     let (watch, fd) = watched();
     raw.send("{'execute': 'query-version'}");
