@@ -152,7 +152,7 @@ class Closes:
         finally:
             daemon.child.resume()
 
-    def goes_on(self, daemon, serves=True):
+    def still_works(self, daemon, serves=True):
         """Neither export waits, nor the removal of one, nor the daemon's end."""
         self.serves("good")
         if serves:
@@ -178,7 +178,7 @@ def test_a_close_that_waits_of_what_was_sent_before_its_turn(closes):
             r.require(first.memory() == p.ACCEPTED, "the connection that is served is not any more")
         with p.Peer(closes.socket("bad")) as c:
             r.require(c.handshake() == p.ACCEPTED, "the next front end was refused")
-        closes.goes_on(daemon, serves=False)
+        closes.still_works(daemon, serves=False)
 
 
 def test_a_close_that_waits_of_what_was_sent_after_an_error(closes):
@@ -193,7 +193,7 @@ def test_a_close_that_waits_of_what_was_sent_after_an_error(closes):
         with p.Peer(closes.socket("bad")) as c:
             r.require(c.handshake() == p.ACCEPTED, "the next front end was refused")
         daemon.cli("export", "remove", "bad", timeout_s=20)
-        closes.goes_on(daemon, serves=False)
+        closes.still_works(daemon, serves=False)
 
 
 def test_a_close_that_waits_of_what_nobody_has_accepted(closes):
@@ -207,7 +207,7 @@ def test_a_close_that_waits_of_what_nobody_has_accepted(closes):
                 closes.leave(c, make, flags)
         r.require(remover.wait(20) == 0, "the export was not removed")
         r.require(all(c.closed(20) for c in connections), "a connection stays")
-        closes.goes_on(daemon, serves=False)
+        closes.still_works(daemon, serves=False)
 
 
 def test_a_close_that_waits_of_what_a_socket_has_in_its_queue(closes):
@@ -225,7 +225,7 @@ def test_a_close_that_waits_of_what_a_socket_has_in_its_queue(closes):
         with p.Peer(closes.socket("bad")) as c:
             r.require(c.handshake() == p.ACCEPTED, "the next front end was refused")
         daemon.cli("export", "remove", "bad", timeout_s=20)
-        closes.goes_on(daemon, serves=False)
+        closes.still_works(daemon, serves=False)
 
 
 def test_closes_that_wait_more_than_an_export_keeps(closes):
@@ -248,7 +248,7 @@ def test_closes_that_wait_more_than_an_export_keeps(closes):
             closes.serves("good")
         r.require(c.closed(20), "a connection stays after the others are closed")
         first.socket.close()
-        closes.goes_on(daemon)
+        closes.still_works(daemon)
 
 
 def test_descriptors_while_the_user_has_too_many_in_flight(closes):
@@ -267,7 +267,7 @@ def test_descriptors_while_the_user_has_too_many_in_flight(closes):
                 with contextlib.suppress(p.Closed):
                     r.require(c.memory() == p.REFUSED, "a table was accepted that could not be received")
     r.wait_for("the daemon has said why", lambda: "run VMMs as other users" in daemon.child.tail())
-    closes.goes_on(daemon)
+    closes.still_works(daemon)
 
 
 def test_descriptors_after_the_processes_that_receive_them_were_killed(closes):
@@ -279,7 +279,7 @@ def test_descriptors_after_the_processes_that_receive_them_were_killed(closes):
         os.kill(pid, signal.SIGKILL)
     # A message that such a process has at its end is refused.
     r.wait_for("the processes have ended", lambda: not set(killed) & set(r.receivers(daemon.child.process.pid)))
-    closes.goes_on(daemon)
+    closes.still_works(daemon)
 
 
 @NEEDS_FUSE

@@ -293,9 +293,9 @@ works() {
         sleep 0.05
     done
 }
-# goes_on DISK ENGINE...: daemons of these engines are killed one after the other, and the guest
+# survives DISK ENGINE...: daemons of these engines are killed one after the other, and the guest
 # continues.
-goes_on() {
+survives() {
     disk=$1
     shift
     rm -f /tmp/serve
@@ -321,10 +321,10 @@ goes_on() {
     grep -q "requests were in flight" /tmp/serve || { echo "none was in flight when a daemon was killed"; return 1; }
 }
 result "ends: kill -9 under verified load, and on with the next daemon, 6 times" \\
-    goes_on /dev/nullb0 kernel kernel kernel kernel kernel kernel
-result "ends: kill -9, and on with the other engine, 6 times" goes_on /dev/nullb0 kernel user kernel user user kernel
+    survives /dev/nullb0 kernel kernel kernel kernel kernel kernel
+result "ends: kill -9, and on with the other engine, 6 times" survives /dev/nullb0 kernel user kernel user user kernel
 dd if=/dev/zero of=/tmp/image bs=1M count=16 2>/dev/null
-result "ends: kill -9 under verified load of a file, 3 times" goes_on /tmp/image kernel kernel kernel
+result "ends: kill -9 under verified load of a file, 3 times" survives /tmp/image kernel kernel kernel
 result "ends: the module can go" unloads
 """
 )

@@ -221,7 +221,7 @@ fn a_socket_with_a_full_backlog_is_in_use_and_holds_up_nobody() {
 }
 
 #[test]
-fn a_socket_that_another_put_in_the_place_of_ours_stays() {
+fn a_socket_that_another_process_put_in_the_same_place_stays() {
     let rig = Rig::new();
     rig.export("e");
     std::fs::remove_file(rig.socket("e")).unwrap();

@@ -167,7 +167,7 @@ impl Iterator for Records<'_> {
 
     fn next(&mut self) -> Option<Record> {
         let (&entry, rest) = self.entries.split_first()?;
-        let goes_on = |step: u64| {
+        let continues = |step: u64| {
             let mut word = entry.word;
             let alike = rest.iter().take_while(move |e| {
                 word = word.wrapping_add(step);
@@ -175,7 +175,7 @@ impl Iterator for Records<'_> {
             });
             alike.count()
         };
-        let (runs, same) = (goes_on(self.step), goes_on(0));
+        let (runs, same) = (continues(self.step), continues(0));
         let (kind, more) = if same > runs { (RecordKind::Same, same) } else { (RecordKind::Run, runs) };
         let count = (more + 1).min((1 << COUNT_BITS) - 1);
         let record = Record { kind, index: self.first, count: count as u64, entry };

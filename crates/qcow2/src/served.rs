@@ -523,14 +523,14 @@ impl Served {
                     None => break,
                 }
             }
-            let goes_on = match (first, self.kind(now, sub & sub_mask)) {
+            let continues = match (first, self.kind(now, sub & sub_mask)) {
                 (Source::Data(at), Source::Data(next)) => {
                     next == at + ((sub - begin) << sub_bits)
                         && next & (self.cluster_size() - 1) == (sub & sub_mask) << sub_bits
                 }
                 (a, b) => a == b,
             };
-            if !goes_on {
+            if !continues {
                 break;
             }
         }

@@ -5,7 +5,7 @@ use super::*;
 
 /// A worker that does not run. It waits in the middle of a function that was called on it.
 struct Stall {
-    go_on: Option<std::sync::mpsc::Sender<()>>,
+    resume: Option<std::sync::mpsc::Sender<()>>,
     /// The thread that called the function. It holds the set until the function returns.
     caller: Option<std::thread::JoinHandle<()>>,
     set: Arc<QueueSet>,
@@ -15,22 +15,22 @@ impl Stall {
     fn new(workers: &Arc<Workers>, id: WorkerId) -> Self {
         let set = Arc::new(QueueSet::new("stall", workers, &[id]).unwrap());
         set.start(0, TestQueue::boxed(&TestRing::new(0), Duration::ZERO));
-        let (go_on, goes_on) = std::sync::mpsc::channel();
+        let (resume, resumed) = std::sync::mpsc::channel();
         let (begun, begins) = std::sync::mpsc::channel();
         let theirs = set.clone();
         let caller = std::thread::spawn(move || {
             let visited = theirs.run_on(0, move |_| {
                 begun.send(()).unwrap();
-                let _ = goes_on.recv();
+                let _ = resumed.recv();
             });
             drop(visited);
         });
         begins.recv().unwrap();
-        Self { go_on: Some(go_on), caller: Some(caller), set }
+        Self { resume: Some(resume), caller: Some(caller), set }
     }
 
     fn end(&mut self) {
-        self.go_on = None;
+        self.resume = None;
         if let Some(caller) = self.caller.take() {
             caller.join().unwrap();
         }

@@ -279,7 +279,7 @@ fn a_hard_end_frees_a_caller_that_waits_for_the_server() {
 }
 
 #[test]
-fn nothing_of_ours_waits_for_a_server_that_answers_nothing() {
+fn no_call_of_the_daemon_waits_for_a_server_that_answers_nothing() {
     privately(|folder| {
         let path = folder.join("disk");
         for hard in [false, true] {
@@ -320,7 +320,7 @@ fn what_is_mounted_over_ours_is_left_alone() {
 }
 
 #[test]
-fn what_is_mounted_in_place_of_ours_is_left_alone() {
+fn what_is_mounted_in_place_of_the_mount_is_left_alone() {
     privately(|folder| {
         let path = folder.join("disk");
         let (_server, mount) = mounted(&path, &PLAIN);

@@ -125,7 +125,7 @@ fn entries_that_cannot_be_read_as_zeroes() {
 }
 
 #[test]
-fn counts_are_written_anew() {
+fn counts_are_rebuilt() {
     for options in kinds(SIZE) {
         for wrong in [0, 512 * 3, 1 << 50, 0x200 | 1 << 40] {
             let file = filled(&options);

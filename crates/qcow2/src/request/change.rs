@@ -76,8 +76,8 @@ impl Served {
         let mut next = ((pos >> self.sub_bits()) + 1) << self.sub_bits();
         let last = self.map.slice_end(self.cluster(pos)) << self.cluster_bits;
         while next < end.min(last) {
-            let goes_on = self.map.get(self.cluster(next)).and_then(|e| self.in_place(e, next));
-            if goes_on != Some(at + (next - pos)) {
+            let continues = self.map.get(self.cluster(next)).and_then(|e| self.in_place(e, next));
+            if continues != Some(at + (next - pos)) {
                 break;
             }
             next += 1 << self.sub_bits();

@@ -124,7 +124,7 @@ impl SplitTrack {
         if recorded != used {
             let mut index = self.last_batch_head;
             // A batch is at most as long as the ring. A larger difference means that the ring was
-            // started anew.
+            // restarted.
             for _ in 0..used.wrapping_sub(recorded).min(self.queue_size) {
                 if index >= self.queue_size {
                     break;

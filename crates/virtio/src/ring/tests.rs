@@ -316,7 +316,7 @@ fn suppressed_notifications_are_not_sent() {
 }
 
 #[test]
-fn a_ring_goes_on_from_its_base() {
+fn a_ring_continues_from_its_base() {
     for features in all_features() {
         let mut rng = Rng::new(3);
         let mut sides = Sides::new(8, features);

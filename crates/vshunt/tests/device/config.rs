@@ -112,7 +112,7 @@ fn the_switched_off_cache_survives_a_pause() {
 }
 
 #[test]
-fn what_the_guest_may_not_write_is_refused_and_the_device_goes_on() {
+fn what_the_guest_may_not_write_is_refused_and_the_device_continues() {
     let rig = Rig::ram(MIB, 1);
     let mut client = rig.connect("e", small());
     let refused = [(0u32, &[1u8; 8][..]), (32, &[1, 1]), (31, &[0]), (33, &[0]), (34, &[1, 0])];

@@ -135,7 +135,7 @@ fn just_what_was_written_is_marked() {
 }
 
 #[test]
-fn logging_goes_on_and_off_under_load() {
+fn logging_is_switched_on_and_off_under_load() {
     let rig = Rig::ram(2 * LOAD_BYTES, 2);
     for options in layouts() {
         let mut machine = Machine::connect(&rig.socket("e"), Options { queues: 2, ..options });

@@ -266,7 +266,7 @@ fn a_broken_queue_works_again_after_a_device_reset() {
 
 /// Requests that are wrong by themselves: each is answered, and the queue continues.
 #[test]
-fn bad_chains_are_answered_and_the_queue_goes_on() {
+fn bad_chains_are_answered_and_the_queue_continues() {
     for options in layouts() {
         let mut field = Field::new(&options);
         let mut raw = Raw::new(&mut field.machine, 0);

@@ -74,7 +74,7 @@ fn protocol_features_never_offered_are_refused() {
 }
 
 #[test]
-fn refused_messages_are_answered_and_the_device_goes_on() {
+fn refused_messages_are_answered_and_the_device_continues() {
     let rig = Rig::ram(MIB, 2);
     let mut client = rig.connect("e", Options { queues: 2, ..small() });
     let pair = |a: u32, b: u32| Payload::new().u32(a).u32(b);
@@ -211,7 +211,7 @@ fn status_is_kept_and_zero_resets() {
 }
 
 #[test]
-fn a_device_is_reset_and_used_anew() {
+fn a_device_is_reset_and_used_again() {
     let rig = Rig::ram(2 * LOAD_BYTES, 2);
     for options in layouts() {
         for by_status in [false, true] {
@@ -250,7 +250,7 @@ fn a_device_is_reset_and_used_anew() {
 }
 
 #[test]
-fn a_disabled_ring_stands_and_goes_on_when_enabled() {
+fn a_disabled_ring_stands_and_continues_when_enabled() {
     let rig = Rig::ram(2 * LOAD_BYTES, 2);
     for options in layouts() {
         let mut machine = Machine::connect(&rig.socket("e"), Options { queues: 2, ..options });

@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn busy_guests_keep_most_and_the_job_goes_on() {
+    fn busy_guests_keep_most_and_the_job_continues() {
         let mut share = Share::default();
         run(&mut share, 4000, 64 << 10, 1000);
         let (job, guests) = run(&mut share, 4000, 64 << 10, 1000);

@@ -10,7 +10,7 @@ use super::*;
 const QUEUES: u16 = 4;
 const FLOWS: u16 = 64;
 /// Identifies a frame of these tests among the host's own frames.
-const MARK: &[u8] = b"vshunt, one of ours";
+const MARK: &[u8] = b"vshunt, a test frame";
 
 /// The kind of a flow, in addition to the number of its source port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

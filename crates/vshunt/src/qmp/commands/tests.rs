@@ -68,7 +68,7 @@ fn workers_come_change_and_go() {
 }
 
 #[test]
-fn disks_and_exports_of_ours() {
+fn native_commands_for_disks_and_exports() {
     let dir = tempfile::tempdir().unwrap();
     let (context, _) = context();
     call(&context, "disk-add", json!({ "name": "d0", "format": "ram", "size": 1 << 20 })).unwrap();
