@@ -225,7 +225,10 @@ static void place(uint16_t cpu)
 	/* An offline CPU makes no requests. */
 	if (pinned)
 		sched_setaffinity(0, sizeof(cpus), &cpus);
-	/* So that it preempts no process that makes requests on this CPU: when it runs, there are several. */
+	/*
+	 * So that it preempts no process that makes requests on this CPU: when it runs, there are
+	 * several.
+	 */
 	sched_setscheduler(0, SCHED_BATCH, &(struct sched_param){ 0 });
 }
 

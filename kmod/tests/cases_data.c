@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-/* Data that is large, that is copied, and that comes in blocks of its own size: where the module counts and waits. */
+/*
+ * Data that is large, that is copied, and that comes in blocks of its own size: where the module
+ * counts and waits.
+ */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -32,7 +35,10 @@ static void end(struct rig *rig)
 	vb_close(&rig->dev);
 }
 
-/* Twelve half mebibytes at odd addresses at once: more than may be copied at a time, so some have to wait. */
+/*
+ * Twelve half mebibytes at odd addresses at once: more than may be copied at a time, so some have
+ * to wait.
+ */
 static void copying(const struct vb_args *args)
 {
 	static struct vb_chain chain;
@@ -150,7 +156,10 @@ static void wide_zeroes(const struct vb_args *args)
 	end(&rig);
 }
 
-/* On a disk of larger blocks: parts of them are refused, segments that are parts of them are put together. */
+/*
+ * On a disk of larger blocks: parts of them are refused, segments that are parts of them are put
+ * together.
+ */
 static void large_blocks(const struct vb_args *args)
 {
 	static const size_t aligns[] = { 1, 4, 512, 1024, 4096 };

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 /*
- * Disks that fail or are slow; the rig makes them: `fault-medium` (scsi_debug; 0x1234 to 0x123d cannot be read),
- * `fault-some` (a disk that fails now and then), `fault-slow` (a second a request).
+ * Disks that fail or are slow; the rig makes them: `fault-medium` (scsi_debug; 0x1234 to 0x123d
+ * cannot be read), `fault-some` (a disk that fails now and then), `fault-slow` (a second a
+ * request).
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -220,8 +221,8 @@ static void tracing(const char *file, const char *text)
 }
 
 /*
- * How a request reaches the disk: the flags of the bios that it became, as the kernel's trace shows them. A leading F
- * is a flush before, one behind the W a write that is stable when it ends.
+ * How a request reaches the disk: the flags of the bios that it became, as the kernel's trace shows
+ * them. A leading F is a flush before, one behind the W a write that is stable when it ends.
  */
 static void flags_of(struct vb_ring *ring, struct vb_buffer *buffer, uint32_t type, size_t bytes, char *flags,
 		     size_t room)
@@ -264,7 +265,10 @@ static bool stable(const char *flags)
 	       (begin_with(flags, "F") || begin_with(flags, "WF") == begin_with(flags, "W"));
 }
 
-/* Without VIRTIO_BLK_F_FLUSH an OUT is stable when it is answered; with it, a FLUSH makes it so, and only that. */
+/*
+ * Without VIRTIO_BLK_F_FLUSH an OUT is stable when it is answered; with it, a FLUSH makes it so,
+ * and only that.
+ */
 static void durable(const struct vb_args *args)
 {
 	struct vb_buffer buffer;

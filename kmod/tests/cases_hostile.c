@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 /*
- * A guest that lies. The device answers, or says that the ring is broken; it never hangs, and the ring can be stopped
- * and used again. The long form, thousands of chains, is vshunt-bench's.
+ * A guest that lies. The device answers, or says that the ring is broken; it never hangs, and the
+ * ring can be stopped and used again. The long form, thousands of chains, is vshunt-bench's.
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -72,7 +72,10 @@ static void still_serves(struct liar *l, char seen, const char *what)
 		"no service after %s", what);
 }
 
-/* What was prepared, with its lies, becomes the device's: a polling worker takes it before any kick. */
+/*
+ * What was prepared, with its lies, becomes the device's: a polling worker takes it before any
+ * kick.
+ */
 static void offer(struct liar *l)
 {
 	ring_publish(&l->ring, l->ring.next_avail);
@@ -219,7 +222,10 @@ static void positions(const struct vb_args *args)
 	close(l.dev.fd);
 }
 
-/* The same head again and again while it is in flight: counted by the kernel, not by what the guest says. */
+/*
+ * The same head again and again while it is in flight: counted by the kernel, not by what the guest
+ * says.
+ */
 static void same_head(const struct vb_args *args)
 {
 	static struct liar l;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 /*
- * Requests in flight over the death of the owner. The guest is this process, the owner a child that is killed: the next
- * one repairs the region as the vhost-user protocol says, hands it over, and has the rest begun again. The driver
- * notices a request that is lost (it waits in vain), one that is done twice (its head is not in flight then), and data
- * that is wrong.
+ * Requests in flight over the death of the owner. The guest is this process, the owner a child that
+ * is killed: the next one repairs the region as the vhost-user protocol says, hands it over, and
+ * has the rest begun again. The driver notices a request that is lost (it waits in vain), one that
+ * is done twice (its head is not in flight then), and data that is wrong.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -71,7 +71,10 @@ static void *shared(size_t bytes)
 	return at;
 }
 
-/* "When reconnecting": finishes the last batch, lists what is in flight in the order in which it was taken. */
+/*
+ * "When reconnecting": finishes the last batch, lists what is in flight in the order in which it
+ * was taken.
+ */
 static void recover(struct note *note, struct vb_ring *ring)
 {
 	uint16_t used = __atomic_load_n(&ring->used->idx, __ATOMIC_ACQUIRE), at = note->region.last_batch_head;
@@ -252,7 +255,10 @@ static void killed(const struct vb_args *args)
 
 #define SLOW	4
 
-/* Requests that the disk has not done when the owner is killed are exactly those that the next one begins again. */
+/*
+ * Requests that the disk has not done when the owner is killed are exactly those that the next one
+ * begins again.
+ */
 static void slow(const struct vb_args *args)
 {
 	static struct vb_chain chain;
@@ -274,7 +280,10 @@ static void slow(const struct vb_args *args)
 	}
 	require(!g.rings[0].used->idx, "the disk is too quick for this");
 	owner_gone(&g, true);
-	/* Their places in the available ring are used again by then: nobody may rely on what is there. */
+	/*
+	 * Their places in the available ring are used again by then: nobody may rely on what is
+	 * there.
+	 */
 	for (unsigned int n = 0; n < NUM; n++)
 		g.rings[0].avail->ring[n] = 0xffff;
 	owner_begin(&g);
@@ -368,7 +377,10 @@ static void *scribble(void *argument)
 	return NULL;
 }
 
-/* Whatever the front end writes to the region, the ring is served as always; where it takes it away the ring breaks. */
+/*
+ * Whatever the front end writes to the region, the ring is served as always; where it takes it away
+ * the ring breaks.
+ */
 static void hostile(const struct vb_args *args)
 {
 	struct note *note = shared(sizeof(*note));
@@ -416,7 +428,10 @@ static void wrong_replays(const struct vb_args *args)
 		ring_init(&ring, &dev, 0, NUM);
 		memset(note, 0, sizeof(*note));
 		note->replay_num = REGION_NUM / 2;
-		/* Heads without a ring's size; of chains that are zeroes; and where nothing is mapped. */
+		/*
+		 * Heads without a ring's size; of chains that are zeroes; and where nothing is
+		 * mapped.
+		 */
 		memset(note->replays.ring, round ? 0 : 0xff, sizeof(note->replays.ring));
 		if (round == 2) {
 			struct vhost_blk_vring_inflight inflight = told(note, 0);

@@ -120,7 +120,10 @@ static void read_only(const struct vb_args *args)
 	end(&b);
 }
 
-/* Any cut of header, data and status, in the ring and in indirect tables, at addresses of every alignment. */
+/*
+ * Any cut of header, data and status, in the ring and in indirect tables, at addresses of every
+ * alignment.
+ */
 static void layouts(const struct vb_args *args)
 {
 	static const size_t aligns[] = { 1, 2, 4, 64, 512, 4096 };

@@ -84,7 +84,10 @@ static void stop_and_start(const struct vb_args *args)
 		require(base == ring.used->idx, "round %u: base %u, %u are used: not all that was taken is answered",
 			round, base, ring.used->idx);
 		ring_reap(&ring);
-		/* The same position; what was not taken yet is taken now, by the kick that is pending or a new one. */
+		/*
+		 * The same position; what was not taken yet is taken now, by the kick that is
+		 * pending or a new one.
+		 */
 		ring_start(&ring);
 		ring_kick(&ring);
 		for (unsigned int n = 0; n < ring.num; n++)
@@ -143,7 +146,10 @@ static void backend_away(const struct vb_args *args)
 	stage_end(&s);
 }
 
-/* The backend goes while rings are full; nothing is lost, what was not taken waits for the next backend. */
+/*
+ * The backend goes while rings are full; nothing is lost, what was not taken waits for the next
+ * backend.
+ */
 static void backend_away_loaded(const struct vb_args *args)
 {
 	struct vhost_blk_backend away = { .size = sizeof(away), .fd = -1 };
@@ -290,7 +296,10 @@ static void reset_owner(const struct vb_args *args)
 	vb_close(&s.dev);
 }
 
-/* The memory table is set again, with the same and with less, while requests are in flight: no harm to the kernel. */
+/*
+ * The memory table is set again, with the same and with less, while requests are in flight: no harm
+ * to the kernel.
+ */
 static void tables(const struct vb_args *args)
 {
 	struct stage s;

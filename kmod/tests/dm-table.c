@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 /*
- * dm-table NAME SECTORS TARGET ARGUMENT...: makes a device-mapper device of one target and prints its path. What
- * dmsetup does, for a VM without it.
+ * dm-table NAME SECTORS TARGET ARGUMENT...: makes a device-mapper device of one target and prints
+ * its path. What dmsetup does, for a VM without it.
  */
 #include <errno.h>
 #include <fcntl.h>

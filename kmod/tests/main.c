@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 /*
- * vhost-blk-test [--device PATH] [--disk PATH] [--seed N] GROUP...: cases of these groups, one after the other, each in
- * a process of its own. One line a case: "ok NAME (ms)" or "not ok NAME: what was seen".
+ * vhost-blk-test [--device PATH] [--disk PATH] [--seed N] GROUP...: cases of these groups, one
+ * after the other, each in a process of its own. One line a case: "ok NAME (ms)" or "not ok NAME:
+ * what was seen".
  *
- * After each case the module must be as before: nobody has it open, every pinned page was given back. A case that does
- * not end is killed; one that cannot be killed hangs in the kernel, and says where.
+ * After each case the module must be as before: nobody has it open, every pinned page was given
+ * back. A case that does not end is killed; one that cannot be killed hangs in the kernel, and says
+ * where.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -20,7 +22,10 @@
 #include "vb.h"
 
 #define TEXT_BYTES	4096
-/* What a case may take: more than WAIT_MS, so that one that waits in vain can say so. They take seconds. */
+/*
+ * What a case may take: more than WAIT_MS, so that one that waits in vain can say so. They take
+ * seconds.
+ */
 #define LIMIT_MS	(2 * WAIT_MS)
 /* What a killed process may take to leave the kernel: its requests in flight end first. */
 #define LEAVE_MS	60000

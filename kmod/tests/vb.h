@@ -2,8 +2,8 @@
 /*
  * The driver side of /dev/vhost-blk by hand: one process is owner and guest at once.
  *
- * Used by the cases in this folder, which run in a small VM: a static program, no library. A case runs in a process of
- * its own; what it finds wrong it says with fail(), which ends it.
+ * Used by the cases in this folder, which run in a small VM: a static program, no library. A case
+ * runs in a process of its own; what it finds wrong it says with fail(), which ends it.
  */
 #ifndef VB_H
 #define VB_H
@@ -37,7 +37,10 @@ struct vhost_vring_worker {
 #define SECTOR		512u
 #define REGIONS		2
 #define REGION_BYTES	(8u << 20)
-/* Nothing takes as long as this, under TCG with lock and slab checks on a machine that others use neither. */
+/*
+ * Nothing takes as long as this, under TCG with lock and slab checks on a machine that others use
+ * neither.
+ */
 #define WAIT_MS		60000
 /* A status that no device writes. */
 #define NO_STATUS	0xee
@@ -123,7 +126,10 @@ uint16_t ring_base(struct vb_ring *ring);
 void ring_free(struct vb_ring *ring);
 struct vhost_blk_vring_stats ring_stats(struct vb_ring *ring);
 
-/* Puts a chain into the ring; its head. The device may take it as soon as it is published: lies go in between. */
+/*
+ * Puts a chain into the ring; its head. The device may take it as soon as it is published: lies go
+ * in between.
+ */
 int ring_prepare(struct vb_ring *ring, const struct vb_chain *chain);
 void ring_publish(struct vb_ring *ring, uint16_t idx);
 /* Both at once. */
@@ -133,7 +139,10 @@ void ring_kick(struct vb_ring *ring);
 unsigned int ring_reap(struct vb_ring *ring);
 /* Waits until `head` is used. */
 void ring_wait(struct vb_ring *ring, int head);
-/* Waits for something used; false when nothing came in time. A request used without a signal is a fault. */
+/*
+ * Waits for something used; false when nothing came in time. A request used without a signal is a
+ * fault.
+ */
 bool ring_poll(struct vb_ring *ring, int timeout_ms);
 bool ring_broken(struct vb_ring *ring);
 
@@ -142,8 +151,8 @@ void chain_split(struct vb_dev *dev, struct vb_chain *chain, void *at, size_t by
 		 uint64_t *seed);
 struct vb_buffer buffer_new(struct vb_dev *dev, int region, size_t bytes, size_t align);
 /*
- * A request in the plainest layout, or with `pieces` > 0 header, data and status as two ranges cut at random, so that
- * any of them may be split or share a descriptor.
+ * A request in the plainest layout, or with `pieces` > 0 header, data and status as two ranges cut
+ * at random, so that any of them may be split or share a descriptor.
  */
 void chain_request(struct vb_dev *dev, struct vb_chain *chain, struct vb_buffer *buffer, uint32_t type, uint64_t sector,
 		   size_t bytes, unsigned int pieces, uint64_t *seed);
