@@ -281,8 +281,8 @@ static void slow(const struct vb_args *args)
 	require(!g.rings[0].used->idx, "the disk is too quick for this");
 	owner_gone(&g, true);
 	/*
-	 * Their places in the available ring are used again by then: nobody may rely on what is
-	 * there.
+	 * Their places in the available ring are used again by then: what is there says
+	 * nothing about them.
 	 */
 	for (unsigned int n = 0; n < NUM; n++)
 		g.rings[0].avail->ring[n] = 0xffff;

@@ -4,7 +4,7 @@
  * after the other, each in a process of its own. One line a case: "ok NAME (ms)" or "not ok NAME:
  * what was seen".
  *
- * After each case the module must be as before: nobody has it open, every pinned page was given
+ * After each case the module must be as before: no process has it open, every pinned page was given
  * back. A case that does not end is killed; one that cannot be killed hangs in the kernel, and says
  * where.
  */
