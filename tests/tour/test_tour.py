@@ -37,9 +37,14 @@ def block(page, after):
     return text.split(after, 1)[1].split("```\n", 2)[1]
 
 
+def in_folder(rig, script):
+    """Lines of a page, with the folder of the rig in place of /tmp."""
+    return script.replace("/tmp/", str(rig.dir).replace(" ", "\\ ") + "/")
+
+
 def shell(rig, script):
     """Runs lines of a page in the folder of the rig. Each line has to succeed."""
-    script = script.replace("/tmp/", f"{rig.dir}/")
+    script = in_folder(rig, script)
     path = f"{os.path.dirname(r.binary('vshunt'))}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "VSHUNT_CONTROL": str(rig.dir / "vshunt.sock")}
     done = r.run(["bash", "-euxo", "pipefail", "-c", script], check=False, cwd=rig.dir, env=env, timeout_s=300)
@@ -53,7 +58,7 @@ def served(rig, page, after, before="exec "):
     # Smaller, for what is written to it is copied, too.
     first, serve = block(page, after).replace("40G", "512M").split("vshunt serve", 1)
     shell(rig, first)
-    command = f"{before}{shlex.quote(r.binary('vshunt'))} serve" + serve.replace("/tmp/", f"{rig.dir}/")
+    command = f"{before}{shlex.quote(r.binary('vshunt'))} serve" + in_folder(rig, serve)
     child = r.Child(rig, f"page-{len(rig.children)}", ["bash", "-c", command], cwd=rig.dir)
     r.wait_for(f"the daemon of {page} serves", lambda: "serving" in child.output() or not child.running())
     r.require(child.running(), child.tail())
@@ -100,7 +105,7 @@ def test_guide_network_devices(rig):
     program.symlink_to(r.binary("vshunt"))
     line = re.search(r"`vshunt-net (--socket-path[^`]*)`", (r.ROOT / NETWORKS).read_text(encoding="utf-8"))
     r.require(line, f"{NETWORKS} does not show vshunt-net")
-    arguments = line[1].replace("/tmp/", f"{rig.dir}/")
+    arguments = in_folder(rig, line[1])
     child = r.Child(rig, "vshunt-net", ["bash", "-c", f"exec {unshare} {shlex.quote(str(program))} {arguments}"])
     r.wait_for("vshunt-net serves", lambda: "serving" in child.output() or not child.running())
     bench = r.run([r.binary("vshunt-bench"), "net", "--socket", f"{rig.dir}/nic0.sock", "--mode", "source", "--frames", "1000",
