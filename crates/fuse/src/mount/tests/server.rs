@@ -78,11 +78,14 @@ pub(super) fn own_device(folder: &Path, mode: u32) {
     rustix::fs::mknodat(CWD, &device, FileType::CharacterDevice, mode, rustix::fs::makedev(10, 229)).unwrap();
     rustix::fs::chmod(&device, mode).unwrap();
     bind(&device, Path::new("/dev/fuse"));
+    // Without the flag nodev, which the folder's mount has on many machines.
+    mount_with("none", Path::new("/dev/fuse"), "", libc::MS_BIND | libc::MS_REMOUNT);
 }
 
 /// Where fusectl is mounted.
 const CONNECTIONS: &str = "/sys/fs/fuse/connections";
 
+/// Mounts it in this mount namespace, where `privately` has hidden the machine's.
 pub(super) fn mount_fusectl() {
     mount_with("none", Path::new(CONNECTIONS), "fusectl", 0);
 }
