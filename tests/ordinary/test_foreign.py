@@ -96,6 +96,7 @@ def foreign(rig):
 
 @pytest.mark.parametrize("selection", [
     ("tests/fuse/test_limits.py", "-k", "dev or any"),
+    ("tests/net/test_loops.py",),
     ("tests/tour/test_tour.py", "-k", "make_run or readme or network"),
 ], ids=lambda selection: selection[0].split("/")[1])
 def test_black_box_tests(foreign, selection):
