@@ -25,6 +25,9 @@ const SIZE_KEYS: [&str; 4] = ["size", "block-size", "cache-size", "cluster_size"
 /// Keys whose values are paths.
 const PATH_KEYS: [&str; 4] = ["file", "socket", "mountpoint", "netns"];
 
+/// The error for a wrong value of `workers`.
+pub(crate) const WORKERS: &str = "wants default, per-queue, per-cpu or a number";
+
 /// The highest CPU number in a list. It limits the memory for a list like `0-99999999` (Linux:
 /// NR_CPUS is at most 8192).
 const CPU_MAX: usize = 8191;
@@ -60,7 +63,7 @@ impl de::Error for KeyvalError {
 }
 
 /// Returns the error for an unknown key: which key was probably meant, and all keys.
-fn unknown_key(key: &str, keys: &[&str]) -> KeyvalError {
+pub(crate) fn unknown_key(key: &str, keys: &[&str]) -> KeyvalError {
     let meant = match closest(key, keys) {
         Some(meant) => format!(" (did you mean `{meant}`?)"),
         None => String::new(),
@@ -70,7 +73,7 @@ fn unknown_key(key: &str, keys: &[&str]) -> KeyvalError {
 
 /// Returns the word that a mistyped one probably stands for: at most a third of its letters differ,
 /// or it is a beginning or an end of only one word.
-fn closest<'a>(typed: &str, words: &[&'a str]) -> Option<&'a str> {
+pub(crate) fn closest<'a>(typed: &str, words: &[&'a str]) -> Option<&'a str> {
     let distance = |word: &&str| strsim::damerau_levenshtein(typed, word);
     let limit = (typed.chars().count() / 3).max(1);
     if let Some(best) = words.iter().min_by_key(|word| distance(word)).filter(|word| distance(word) <= limit)
@@ -275,14 +278,28 @@ impl<'de> MapAccess<'de> for Pairs<'_> {
         seed.deserialize(value).map_err(|KeyvalError(why)| {
             // The derived message for an untagged variant names a Rust type, which does not help
             // users.
-            let why = if key == "workers" {
-                "wants default, per-queue, per-cpu or a number".to_owned()
-            } else {
-                why
-            };
+            let why = if key == "workers" { WORKERS.to_owned() } else { why };
             KeyvalError(format!("key `{key}`: {why}"))
         })
     }
+}
+
+/// Returns whether text of this key is not a string, but a size or a list of CPUs.
+pub(crate) fn is_parsed(key: &str) -> bool {
+    key == "cpu" || SIZE_KEYS.contains(&key)
+}
+
+/// Returns whether values of this key are paths.
+pub(crate) fn is_path(key: &str) -> bool {
+    PATH_KEYS.contains(&key)
+}
+
+/// Returns the value that a text has for a key.
+pub(crate) fn value<'a, 'de>(
+    key: &'a str,
+    text: &'a str,
+) -> impl de::Deserializer<'de, Error = KeyvalError> + use<'a, 'de> {
+    Value { key, text }
 }
 
 #[derive(Clone, Copy)]

@@ -80,6 +80,11 @@ pub(crate) fn clap_failure<T>(e: clap::Error) -> Outcome<T> {
     }))
 }
 
+/// Writes a warning of a command to stderr.
+pub(crate) fn warn(text: &str) {
+    let _ = writeln!(io::stderr(), "vshunt: warning: {text}");
+}
+
 /// Writes an answer to stdout.
 pub(crate) fn print(text: &str) -> Outcome {
     let mut out = io::stdout().lock();

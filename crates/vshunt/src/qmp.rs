@@ -17,6 +17,6 @@ mod socket;
 pub(crate) use commands::COMMANDS;
 #[cfg(test)]
 pub(crate) use commands::{run, tests};
-pub(crate) use context::{Context, Stop};
+pub(crate) use context::{Context, Startup, Stop};
 pub(crate) use server::Server;
 pub(crate) use socket::ControlSocket;

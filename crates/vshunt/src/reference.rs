@@ -25,6 +25,7 @@ const FILES: &[(&str, &str)] = &[
     ("crates/vshunt-types/src/spec/port.rs", ""),
     ("crates/sandbox/src/lib.rs", ""),
     ("crates/vshunt/src/config.rs", "config::"),
+    ("crates/vshunt/src/config/file.rs", "config::"),
     ("crates/vshunt/src/qmp/context.rs", "context::"),
     ("crates/vshunt/src/qmp/commands/fdset.rs", "fdset::"),
     ("crates/vshunt/src/qmp/commands/jobs.rs", "jobs::"),
@@ -208,6 +209,8 @@ fn config() -> String {
         let _ = write!(out, "## {heading}\n\n{}\n\n", source.about(name));
         table(&mut out, &source.members(name), true);
     }
+    let _ = write!(out, "## attach\n\n{}\n\n", source.about("config::AttachSpec"));
+    table(&mut out, &source.members("config::AttachSpec"), true);
     out.truncate(out.trim_end().len());
     out.push('\n');
     out

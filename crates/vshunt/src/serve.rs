@@ -37,7 +37,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
-use vshunt_daemon::{DEFAULT_POLL_US, Daemon, Event, Options, check_one_place};
+use vshunt_daemon::{ATTACH_TIMEOUT, DEFAULT_POLL_US, Daemon, Event, Options, check_one_place};
 use vshunt_sandbox as sandbox;
 use vshunt_tap as tap;
 use vshunt_types::error::{Error, Kind, Result};
@@ -45,10 +45,14 @@ use vshunt_vhost_user as vhost_user;
 
 use self::activation::Inherited;
 use crate::config::args::LogArgs;
+use crate::config::file::AttachSpec;
 use crate::config::{Control, Setup, control_path};
 use crate::metrics::Metrics;
 use crate::outcome::{Failure, Outcome, print};
-use crate::qmp::{Context, ControlSocket, Server, Stop, events};
+use crate::qmp::{Context, ControlSocket, Server, Startup, Stop, events};
+
+/// The worker that always exists.
+const FIRST_WORKER: u32 = 0;
 
 /// What differs between `vshunt serve`, `vshunt-blk` and `vshunt-net`.
 pub(crate) struct ServeOptions {
@@ -139,17 +143,21 @@ fn wait(stopped: &Receiver<Stop>) -> Stop {
 struct Sockets {
     control: Option<ControlSocket>,
     metrics: Option<Metrics>,
+    /// The service manager passed the socket for metrics.
+    metrics_passed: bool,
 }
 
 impl Sockets {
     fn bind(setup: &Setup, inherited: &mut Vec<Inherited>) -> Outcome<Self> {
         let control = control_socket(setup, inherited)?;
-        let metrics = match (activation::take_metrics(inherited), &setup.metrics) {
+        let passed = activation::take_metrics(inherited);
+        let metrics_passed = passed.is_some();
+        let metrics = match (passed, &setup.metrics) {
             (Some(fd), _) => Some(Metrics::inherited(fd)?),
             (None, Some(address)) => Some(Metrics::bind(address)?),
             (None, None) => None,
         };
-        Ok(Self { control, metrics })
+        Ok(Self { control, metrics, metrics_passed })
     }
 }
 
@@ -166,7 +174,7 @@ impl Serving {
     fn set_up(
         mut setup: Setup,
         mut inherited: Vec<Inherited>,
-        Sockets { control, metrics }: Sockets,
+        Sockets { control, metrics, metrics_passed }: Sockets,
         options: &ServeOptions,
         stop: Sender<Stop>,
     ) -> Outcome<Self> {
@@ -175,7 +183,14 @@ impl Serving {
             check_one_place(export).map_err(|e| Failure::Usage(e.to_string()))?;
         }
         let daemon = Daemon::new(Options { poll_us: setup.poll_us.unwrap_or(DEFAULT_POLL_US) })?;
-        let context = Context { daemon: Arc::clone(&daemon), stop: stop.clone(), fdsets: Arc::default() };
+        let startup =
+            Startup::new(&setup, control.as_ref().is_some_and(ControlSocket::is_inherited), metrics_passed);
+        let context = Context {
+            daemon: Arc::clone(&daemon),
+            stop: stop.clone(),
+            fdsets: Arc::default(),
+            startup: Arc::new(startup),
+        };
         let server = Server::new(context)?;
         bind_events(&daemon, &server, stop, options.ends_with.clone());
         let mut serving = Self { daemon, server, control, metrics, pidfile: None, down: false };
@@ -211,8 +226,40 @@ impl Serving {
         for worker in of_exports {
             self.daemon.worker_new(worker)?;
         }
+        if let Some(first) = setup.first_worker {
+            self.daemon.worker_set(FIRST_WORKER, first)?;
+        }
+        setup.attach.iter().try_for_each(|attach| self.attach(attach))?;
         self.pidfile = setup.pidfile.map(Pidfile::write).transpose()?;
         Ok(())
+    }
+
+    /// Moves queues to the worker that the configuration names.
+    fn attach(&self, AttachSpec { queues, worker }: &AttachSpec) -> Result<()> {
+        let workers = self.daemon.workers();
+        let mut named = workers.iter().filter(|w| w.name == *worker).map(|w| w.id);
+        let id = match (worker.parse(), named.next(), named.next()) {
+            (Ok(id), ..) => id,
+            (Err(_), Some(id), None) => id,
+            (Err(_), None, _) => return Err(Error::not_found(format!("there is no worker {worker}"))),
+            _ => {
+                return Err(Error::invalid(format!(
+                    "several workers are named {worker}; give one another name"
+                )));
+            }
+        };
+        let all = self.daemon.queues();
+        let is_meant = |index: &u16| queues.indices.as_ref().is_none_or(|indices| indices.contains(index));
+        let found = all.iter().filter(|queue| queue.export == queues.export).map(|queue| queue.index);
+        let found: Vec<u16> = found.filter(is_meant).collect();
+        if let Some(missing) =
+            queues.indices.clone().and_then(|mut wanted| wanted.find(|i| !found.contains(i)))
+        {
+            return Err(Error::not_found(format!("export {} has no queue {missing}", queues.export)));
+        }
+        found
+            .into_iter()
+            .try_for_each(|index| self.daemon.queue_attach(&queues.export, index, id, ATTACH_TIMEOUT))
     }
 
     /// Reports to the service manager and on stderr that the daemon is ready, and where it serves.

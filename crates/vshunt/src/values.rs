@@ -3,6 +3,7 @@
 //! Clap calls them and puts the flag and its value before their error messages.
 
 use std::borrow::Cow;
+use std::ops::RangeInclusive;
 use std::path::Path;
 use std::str::FromStr;
 
@@ -71,6 +72,35 @@ pub(crate) fn name_of(file: &Path, other: &str) -> String {
     // The name is also an argument of commands, and a part of the names of files.
     let name: String = fits.skip_while(|c| !c.is_ascii_alphanumeric()).take(LONGEST).collect();
     if name.is_empty() { other.to_owned() } else { name }
+}
+
+/// Queues of an export as users write them: `vm0:3`, `vm0:0-3`, `vm0:*` or `vm0`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct QueueNames {
+    pub(crate) export: String,
+    /// The indices. None: all queues of the export.
+    pub(crate) indices: Option<RangeInclusive<u16>>,
+}
+
+/// Parses [`QueueNames`].
+pub(crate) fn parse_queues(text: &str) -> Result<QueueNames, String> {
+    let bad = || {
+        format!(
+            "`{text}` names no queues; write EXPORT:INDEX, EXPORT:FIRST-LAST or EXPORT, for example vm0:3"
+        )
+    };
+    let (export, indices) = match text.rsplit_once(':') {
+        None | Some((_, "*")) => (text.strip_suffix(":*").unwrap_or(text), None),
+        Some((export, indices)) => {
+            let (first, last) = indices.split_once('-').unwrap_or((indices, indices));
+            let number = |text: &str| text.parse::<u16>().map_err(|_| bad());
+            (export, Some(number(first)?..=number(last)?))
+        }
+    };
+    if export.is_empty() || indices.as_ref().is_some_and(RangeInclusive::is_empty) {
+        return Err(bad());
+    }
+    Ok(QueueNames { export: export.to_owned(), indices })
 }
 
 /// A specification that a flag takes as a list of keys and values.

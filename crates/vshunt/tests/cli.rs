@@ -332,7 +332,7 @@ fn a_configuration_file_says_the_same() {
     assert_eq!(names, ["c0", "d0"]);
     std::fs::write(&config, "[[disk]]\nname = \"c0\"\nfil = 1\n").unwrap();
     let (code, _, err) = output(vshunt().arg("serve").arg("--config").arg(&config));
-    assert!(code == 2 && err.contains("disk c0: unknown field `fil`"), "{err}");
+    assert!(code == 2 && err.contains("3:1: disk c0: unknown key `fil` (did you mean `file`?)"), "{err}");
     let (code, _, err) = output(vshunt().args(["serve", "--config", "/no/such.toml"]));
     assert!(code == 1 && err.contains("/no/such.toml"), "{err}");
 }

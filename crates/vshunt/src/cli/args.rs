@@ -1,11 +1,11 @@
 //! The command line. Help, man pages and completions are generated from this table of flags.
 
+pub(crate) mod config;
 mod examples;
 pub(crate) mod jobs;
 mod qmp_help;
 pub(crate) mod snapshot;
 
-use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -14,7 +14,9 @@ use clap::{Args, Parser, Subcommand};
 use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerKind, WorkerSpec};
 
 use crate::config::args::{LogArgs, MOUNT, MOUNT_AFTER, MountArgs, SERVE, SERVE_AFTER, ServeArgs};
-use crate::values::{Cpus, boxed_export, cpus, disk_size, nice, poll_us, spec, worker_name};
+use crate::values::{
+    Cpus, QueueNames, boxed_export, cpus, disk_size, nice, parse_queues, poll_us, spec, worker_name,
+};
 use crate::{doctor, image, keyval};
 
 const ABOUT: &str =
@@ -71,6 +73,9 @@ pub(crate) enum Command {
     /// Show disks, networks, exports, queues and workers
     #[command(after_long_help = STATUS_AFTER)]
     Status(ListArgs),
+    /// Check a configuration file, or print one of what runs
+    #[command(subcommand, after_long_help = examples::CONFIG)]
+    Config(config::ConfigCommand),
     /// Make, list, change and free workers
     #[command(subcommand, after_long_help = examples::WORKER)]
     Worker(WorkerCommand),
@@ -319,34 +324,6 @@ pub(crate) struct AttachArgs {
     /// How long the requests in flight of a queue may take; after that the queue stays where it was
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_duration)]
     pub(crate) timeout: Duration,
-}
-
-/// Queues of an export as users write them: `vm0:3`, `vm0:0-3`, `vm0:*` or `vm0`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct QueueNames {
-    pub(crate) export: String,
-    /// The indices. None: all queues of the export.
-    pub(crate) indices: Option<RangeInclusive<u16>>,
-}
-
-fn parse_queues(text: &str) -> Result<QueueNames, String> {
-    let bad = || {
-        format!(
-            "`{text}` names no queues; write EXPORT:INDEX, EXPORT:FIRST-LAST or EXPORT, for example vm0:3"
-        )
-    };
-    let (export, indices) = match text.rsplit_once(':') {
-        None | Some((_, "*")) => (text.strip_suffix(":*").unwrap_or(text), None),
-        Some((export, indices)) => {
-            let (first, last) = indices.split_once('-').unwrap_or((indices, indices));
-            let number = |text: &str| text.parse::<u16>().map_err(|_| bad());
-            (export, Some(number(first)?..=number(last)?))
-        }
-    };
-    if export.is_empty() || indices.as_ref().is_some_and(RangeInclusive::is_empty) {
-        return Err(bad());
-    }
-    Ok(QueueNames { export: export.to_owned(), indices })
 }
 
 fn parse_duration(text: &str) -> Result<Duration, String> {

@@ -9,8 +9,9 @@ use vshunt_types::spec::{
     DiskInfo, DiskSpec, ExportInfo, ExportSpec, JobInfo, NetAddress, NetInfo, QueueInfo, WorkerInfo,
 };
 
+use super::args::config::ConfigCommand;
 use super::args::{
-    AttachArgs, Cli, Command, DiskCommand, ExportCommand, ListArgs, NetCommand, QueueNames, WorkerCommand,
+    AttachArgs, Cli, Command, DiskCommand, ExportCommand, ListArgs, NetCommand, WorkerCommand,
 };
 use super::call::{absolute, call, connect, list, print_json, query, send, to_value};
 use super::client::Client;
@@ -18,6 +19,7 @@ use super::passing::{self, Wanted};
 use super::{jobs, pages, show, snapshot};
 use crate::outcome::{Failure, Outcome, print};
 use crate::serve::{ServeOptions, serve};
+use crate::values::QueueNames;
 use crate::{config, doctor, image};
 
 /// The time limit of `quit` for the end of the daemon.
@@ -37,6 +39,8 @@ pub(super) fn run(cli: Cli) -> Outcome {
             serve(setup, &ServeOptions { program: "vshunt", log: cli.log, ends_with })
         }
         Command::Status(args) => status(&mut connect()?, args),
+        Command::Config(ConfigCommand::Check { file }) => config::check::file(&file),
+        Command::Config(ConfigCommand::Show) => config_show(&mut connect()?),
         Command::Worker(command) => worker(&mut connect()?, command),
         Command::Attach(args) => attach(&mut connect()?, args),
         Command::Disk(command) => disk(&mut connect()?, command),
@@ -122,6 +126,11 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
     }
     text.push(show::sandbox(&call(client, "query-sandbox", none())?));
     print(&text.join("\n"))
+}
+
+fn config_show(client: &mut Client) -> Outcome {
+    let value: Value = call(client, "query-config", json!({}))?;
+    print(value["toml"].as_str().unwrap_or_default())
 }
 
 fn worker(client: &mut Client, command: WorkerCommand) -> Outcome {

@@ -148,7 +148,7 @@ Configuration file:
   the working directory, as those of flags are.
     control = \"/run/vm.sock\"  # or false
     # also: control-owner, control-group, control-mode, metrics, pidfile,
-    # poll-us, sandbox, sandbox-workers, allow-path
+    # poll-us, log-format, sandbox, sandbox-workers, allow-path
     [[disk]]
     name = \"d0\"
     file = \"/var/lib/vm/d0.img\"
@@ -164,6 +164,13 @@ Configuration file:
     disk = \"d0\"
     socket = \"/run/vm0.sock\"
     workers = \"per-queue\"
+    [[attach]]               # queues that start on another worker
+    queues = \"vm0:0-1\"
+    worker = 1               # or its name
+    [first-worker]           # worker 0, which always exists
+    nice = -5
+  `vshunt config check FILE` checks a file, and `vshunt config show` prints
+  what a daemon serves as one.
 
 Socket activation:
   A socket that systemd passes (LISTEN_FDS) serves the export whose name or

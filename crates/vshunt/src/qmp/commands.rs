@@ -2,12 +2,13 @@
 //! them.
 //!
 //! A command runs on the reader thread of the client that sent it, and blocks that client only. The
-//! commands of QEMU's storage daemon are in `qemu`, `jobs` and `snapshot`; `native` has commands
-//! that QEMU does not have. Those take the types of `vshunt_types::spec` as they are.
+//! commands of QEMU's storage daemon are in `qemu`, `jobs` and `snapshot`; `native` and `config`
+//! have commands that QEMU does not have. Those take the types of `vshunt_types::spec` as they are.
 //!
 //! The reference (docs/reference/qmp.md) shows the doc comments of the structs that arguments are
 //! read into.
 
+mod config;
 pub(super) mod fdset;
 mod jobs;
 mod native;

@@ -11,6 +11,7 @@ use vshunt_daemon::Daemon;
 
 use super::fdset::Fdsets;
 use super::message::QmpError;
+use crate::config::Setup;
 
 /// Why the daemon ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +31,23 @@ pub(crate) struct Context {
     pub(crate) stop: Sender<Stop>,
     /// The descriptors that clients passed.
     pub(crate) fdsets: Arc<Fdsets>,
+    /// What the daemon was started with.
+    pub(crate) startup: Arc<Startup>,
+}
+
+/// What is known about the start of a daemon, for `query-config`.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Startup {
+    /// The settings, without disks, networks, workers and exports.
+    pub(crate) setup: Setup,
+    /// The service manager passed the control socket.
+    pub(crate) control_passed: bool,
+    /// The service manager passed the socket for metrics.
+    pub(crate) metrics_passed: bool,
+    /// The CPUs of the daemon, which are those of a worker by default.
+    pub(crate) cpus: Vec<usize>,
+    /// The nice value of the daemon.
+    pub(crate) nice: i32,
 }
 
 /// The arguments of a running command.

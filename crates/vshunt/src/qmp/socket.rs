@@ -49,6 +49,11 @@ impl ControlSocket {
         Self { file: None, listener: UnixListener::from(fd) }
     }
 
+    /// Returns whether the service manager made it.
+    pub(crate) fn is_inherited(&self) -> bool {
+        self.file.is_none()
+    }
+
     /// Returns the listener for the server.
     pub(crate) fn listener(&self) -> io::Result<UnixListener> {
         self.listener.try_clone()

@@ -99,7 +99,7 @@ impl Source {
                 let (kind, words) = inner.expect("an argument");
                 (format!("list of {}s", kind.replace(" or", "s or")), words)
             }
-            "String" | "PathBuf" | "Mac" | "SocketMode" | "Vlans" | "Mode" | "Address"
+            "String" | "PathBuf" | "Mac" | "SocketMode" | "QueueNames" | "Vlans" | "Mode" | "Address"
                 if self.is_text(&name, prefix) =>
             {
                 plain("string")

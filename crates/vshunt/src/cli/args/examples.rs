@@ -1,5 +1,11 @@
 //! Examples in the help of commands that have subcommands.
 
+pub(super) const CONFIG: &str = "\
+Examples:
+  vshunt config check /etc/vshunt/vm.toml
+  vshunt config show >vm.toml
+  vshunt serve --config vm.toml";
+
 pub(super) const WORKER: &str = "\
 Examples:
   vshunt worker list

@@ -4,7 +4,7 @@
 use serde_json::json;
 use vshunt_daemon::Daemon;
 
-use super::{fdset, jobs, native, qemu, snapshot};
+use super::{config, fdset, jobs, native, qemu, snapshot};
 use crate::qmp::context::{Answer, Arguments, Context, Nothing};
 use crate::qmp::message;
 
@@ -210,6 +210,12 @@ pub(crate) const COMMANDS: &[Command] = &[
              `status`, `auto-finalize`, `auto-dismiss`",
         ),
     command("query-commands", "Lists the commands.", query_commands).returns("a list of objects: `name`"),
+    command(
+        "query-config",
+        "Shows what is served as a configuration file that starts the same again. What it cannot express is a comment.",
+        config::query_config,
+    )
+    .returns("`toml`: the text of the file"),
     command("query-disks", "Lists the disks.", |c, a| native::list(a, || c.daemon.disks())).returns("[DiskInfo]"),
     command("query-exports", "Lists the exports.", |c, a| native::list(a, || c.daemon.exports()))
         .returns("[ExportInfo]"),

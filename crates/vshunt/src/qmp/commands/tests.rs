@@ -12,7 +12,7 @@ use crate::qmp::message::Class;
 pub(crate) fn context() -> (Context, Receiver<Stop>) {
     let (stop, stopped) = channel();
     let daemon = Daemon::new(Options { poll_us: 0 }).unwrap();
-    (Context { daemon, stop, fdsets: Arc::default() }, stopped)
+    (Context { daemon, stop, fdsets: Arc::default(), startup: Arc::default() }, stopped)
 }
 
 fn call(context: &Context, name: &str, arguments: Value) -> Answer {

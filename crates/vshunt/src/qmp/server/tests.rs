@@ -22,7 +22,12 @@ fn rig() -> Rig {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("c");
     let daemon = Daemon::new(Options { poll_us: 0 }).unwrap();
-    let context = Context { daemon: Arc::clone(&daemon), stop: channel().0, fdsets: Arc::default() };
+    let context = Context {
+        daemon: Arc::clone(&daemon),
+        stop: channel().0,
+        fdsets: Arc::default(),
+        startup: Arc::default(),
+    };
     let server = Server::new(context).unwrap();
     let events = server.clone();
     daemon.on_event(Box::new(move |e| events.broadcast(events::line(e))));
