@@ -12,12 +12,14 @@
 //! What must never happen: the handler maps anything outside of the watched mapping that contains
 //! the address.
 //!
-//! # The limit of mappings The kernel refuses a new mapping when the process has more than
-//! `vm.max_map_count`. The replacement must work then, too. It needs no additional mapping:
-//! `super::memory` surrounds each watched mapping with reserved address space, so that it is one
-//! mapping to the kernel (VMA), which never merges with a neighbour. `MAP_FIXED` of exactly that
-//! range neither splits nor adds a mapping. The kernel still refuses at the limit plus one, which a
-//! process can reach. Then the handler unmaps one of [`SPARES`] spare mappings and tries again.
+//! # The limit of mappings
+//!
+//! The kernel refuses a new mapping when the process has more than `vm.max_map_count`. The
+//! replacement must work then, too. It needs no additional mapping: `super::memory` surrounds each
+//! watched mapping with reserved address space, so that it is one mapping to the kernel (VMA),
+//! which never merges with a neighbour. `MAP_FIXED` of exactly that range neither splits nor adds a
+//! mapping. The kernel still refuses at the limit plus one, which a process can reach. Then the
+//! handler unmaps one of [`SPARES`] spare mappings and tries again.
 
 use std::io;
 use std::os::fd::{IntoRawFd, RawFd};

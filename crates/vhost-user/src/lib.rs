@@ -13,7 +13,7 @@
 //! use std::sync::Arc;
 //! use vshunt_block::Disk;
 //! use vshunt_engine::{Observer, QueueSet, Settings, Workers};
-//! use vshunt_types::spec::{DiskSpec, Format};
+//! use vshunt_types::spec::{DiskSpec, Format, SocketAccess};
 //! use vshunt_vhost_user::blk::BlkDevice;
 //! use vshunt_vhost_user::{Device, VhostUser, WorkerRings, listen};
 //!
