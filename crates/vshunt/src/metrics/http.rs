@@ -19,23 +19,36 @@ const OPENMETRICS: &str = "application/openmetrics-text";
 const OPENMETRICS_WHOLE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
+const TEXT: &str = "text/plain; charset=utf-8";
+
 /// The path of the metrics.
 const PATH: &str = "/metrics";
+/// The answer at `/`.
+const ABOUT: &str =
+    concat!("This is vshunt ", env!("CARGO_PKG_VERSION"), ". Metrics for Prometheus are at /metrics.\n");
 
 /// The request in the bytes that have arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Asked {
     /// The request is incomplete.
     NotYet,
-    /// A complete request: the format of the metrics that the client accepts, or the error.
+    /// A complete request: the page that the client gets, or the error.
     Whole {
-        outcome: Result<Format, Refusal>,
+        outcome: Result<Target, Refusal>,
         /// The method is HEAD: the answer has no body.
         head_only: bool,
     },
 }
 
-/// The media type of the answer.
+/// What a client asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Target {
+    /// `/`: a sentence that names the path of the metrics.
+    About,
+    Metrics(Format),
+}
+
+/// The media type of the metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
     OpenMetrics,
@@ -64,10 +77,11 @@ pub(super) fn read(bytes: &[u8]) -> Asked {
         Err(Error::Version) => return refused(Refusal::Version),
         Err(_) => return refused(Refusal::BadRequest),
     }
-    let outcome = match (request.path.is_some_and(is_metrics), request.method) {
-        (false, _) => Err(Refusal::NotFound),
-        (true, Some("GET" | "HEAD")) => Ok(format(request.headers)),
-        (true, _) => Err(Refusal::Method),
+    let outcome = match (request.path.map(path), request.method) {
+        (Some(PATH), Some("GET" | "HEAD")) => Ok(Target::Metrics(format(request.headers))),
+        (Some("/"), Some("GET" | "HEAD")) => Ok(Target::About),
+        (Some(PATH | "/"), _) => Err(Refusal::Method),
+        _ => Err(Refusal::NotFound),
     };
     Asked::Whole { outcome, head_only: request.method == Some("HEAD") }
 }
@@ -84,14 +98,23 @@ fn format(fields: &[Header<'_>]) -> Format {
     }
 }
 
-/// Returns whether the target of a request is `/metrics`, with or without a query, or has the form
-/// that a proxy uses (`http://host/metrics`, RFC 9112, 3.2.2).
-fn is_metrics(target: &str) -> bool {
+/// Returns the path in the target of a request: without a query, and without the host that a proxy
+/// names (`http://host/metrics`, RFC 9112, 3.2.2).
+fn path(target: &str) -> &str {
     let path = match target.strip_prefix("http://") {
-        Some(rest) => rest.find('/').map_or("", |at| &rest[at..]),
+        Some(rest) => rest.find(['/', '?']).map_or("", |at| &rest[at..]),
         None => target,
     };
-    path.split('?').next() == Some(PATH)
+    match path.split('?').next() {
+        // A host without a path is the root (RFC 9110, 4.2.3).
+        None | Some("") => "/",
+        Some(path) => path,
+    }
+}
+
+/// Returns the header and the body of the answer at `/`.
+pub(super) fn about() -> (Vec<u8>, &'static str) {
+    (head("200 OK", TEXT, ABOUT.len(), ""), ABOUT)
 }
 
 impl Format {
@@ -115,7 +138,7 @@ impl Refusal {
             Self::TooLarge => ("431 Request Header Fields Too Large", ""),
             Self::Version => ("505 HTTP Version Not Supported", ""),
         };
-        head(status, "text/plain; charset=utf-8", self.text().len(), more)
+        head(status, TEXT, self.text().len(), more)
     }
 
     /// Returns the reason of a refusal, which is its body.
@@ -123,7 +146,7 @@ impl Refusal {
         match self {
             Self::BadRequest => "this is no HTTP request\n",
             Self::NotFound => "metrics are at /metrics\n",
-            Self::Method => "metrics are for GET\n",
+            Self::Method => "only GET and HEAD are supported\n",
             Self::TooLarge => "the request is too long\n",
             Self::Version => "this HTTP version is not supported; use HTTP/1.1\n",
         }
@@ -141,8 +164,10 @@ fn head(status: &str, content_type: &str, length: usize, more: &str) -> Vec<u8> 
 mod tests {
     use super::*;
 
-    const OK: Asked = Asked::Whole { outcome: Ok(Format::Prometheus), head_only: false };
-    const OPEN: Asked = Asked::Whole { outcome: Ok(Format::OpenMetrics), head_only: false };
+    const OK: Asked = Asked::Whole { outcome: Ok(Target::Metrics(Format::Prometheus)), head_only: false };
+    const OPEN: Asked = Asked::Whole { outcome: Ok(Target::Metrics(Format::OpenMetrics)), head_only: false };
+
+    const ABOUT: Asked = Asked::Whole { outcome: Ok(Target::About), head_only: false };
 
     const fn refused(why: Refusal) -> Asked {
         Asked::Whole { outcome: Err(why), head_only: false }
@@ -164,15 +189,20 @@ mod tests {
             ("GET /metrics HTTP/1.1\r\nAccept: text/plain\r\nX: application/openmetrics-text\r\n\r\n", OK),
             (
                 "HEAD /metrics HTTP/1.1\r\n\r\n",
-                Asked::Whole { outcome: Ok(Format::Prometheus), head_only: true },
+                Asked::Whole { outcome: Ok(Target::Metrics(Format::Prometheus)), head_only: true },
             ),
-            ("HEAD / HTTP/1.1\r\n\r\n", Asked::Whole { outcome: Err(NotFound), head_only: true }),
+            ("HEAD /x HTTP/1.1\r\n\r\n", Asked::Whole { outcome: Err(NotFound), head_only: true }),
             ("", Asked::NotYet),
             ("GET /met", Asked::NotYet),
             ("GET /metrics HTTP/1.1\r\nHost: a\r\n", Asked::NotYet),
-            ("GET / HTTP/1.1\r\n\r\n", refused(NotFound)),
+            ("GET / HTTP/1.1\r\n\r\n", ABOUT),
+            ("GET /?x HTTP/1.1\r\n\r\n", ABOUT),
+            ("GET http://a/ HTTP/1.1\r\n\r\n", ABOUT),
+            ("GET // HTTP/1.1\r\n\r\n", refused(NotFound)),
+            ("GET http://a/x/?/metrics HTTP/1.1\r\n\r\n", refused(NotFound)),
+            ("POST / HTTP/1.1\r\n\r\n", refused(Method)),
             ("GET /metrics/ HTTP/1.1\r\n\r\n", refused(NotFound)),
-            ("GET http://a HTTP/1.1\r\n\r\n", refused(NotFound)),
+            ("GET http://a HTTP/1.1\r\n\r\n", ABOUT),
             ("OPTIONS * HTTP/1.1\r\n\r\n", refused(NotFound)),
             ("POST /metrics HTTP/1.1\r\n\r\nabc", refused(Method)),
             ("GET /metrics HTTP/2.0\r\n\r\n", refused(Version)),

@@ -173,9 +173,13 @@ struct Answer {
 }
 
 impl Answer {
-    fn new(outcome: Result<http::Format, http::Refusal>, head_only: bool, page: &mut Page<'_>) -> Self {
+    fn new(outcome: Result<http::Target, http::Refusal>, head_only: bool, page: &mut Page<'_>) -> Self {
         let (head, body) = match outcome {
-            Ok(format) => {
+            Ok(http::Target::About) => {
+                let (head, text) = http::about();
+                (head, text.into())
+            }
+            Ok(http::Target::Metrics(format)) => {
                 let text = page.text();
                 (format.head(text.len()), text)
             }

@@ -74,17 +74,23 @@ fn lengths(answer: &str) -> (usize, usize) {
 #[test]
 fn each_request_has_its_answer() {
     let rig = Rig::new(100);
-    let cases: [(&[u8], &str, (usize, usize)); 4] = [
+    let cases: [(&[u8], &str, (usize, usize)); 5] = [
         (GET, "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4;", (100, 100)),
         (b"HEAD /metrics HTTP/1.1\r\n\r\n", "HTTP/1.1 200 OK\r\n", (100, 0)),
         (b"GET /nope HTTP/1.1\r\n\r\n", "HTTP/1.1 404 Not Found\r\n", (24, 24)),
-        (b"PUT /metrics HTTP/1.1\r\n\r\n", "HTTP/1.1 405 Method Not Allowed\r\n", (20, 20)),
+        (b"PUT /metrics HTTP/1.1\r\n\r\n", "HTTP/1.1 405 Method Not Allowed\r\n", (32, 32)),
+        (
+            b"HEAD / HTTP/1.1\r\n\r\n",
+            "HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=utf-8\r\n",
+            (64, 0),
+        ),
     ];
     for (request, start, want) in cases {
         let answer = rig.ask(request);
         assert!(answer.starts_with(start), "{answer}");
         assert_eq!(lengths(&answer), want, "{answer}");
     }
+    assert!(rig.ask(b"GET / HTTP/1.1\r\n\r\n").ends_with(" Metrics for Prometheus are at /metrics.\n"));
     assert!(rig.ask(b"PUT /metrics HTTP/1.1\r\n\r\n").contains("\r\nAllow: GET, HEAD\r\n"));
     assert_eq!(rig.made.load(Ordering::Relaxed), 2, "a refusal looks at nothing");
 }
