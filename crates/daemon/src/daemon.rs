@@ -29,7 +29,7 @@ pub use self::snapshot::OverlayMode;
 use crate::check::{Check, settings};
 use crate::disk_entry::DiskEntry;
 use crate::event::{Event, Listener};
-use crate::export::{Backend, Export, removing};
+use crate::export::{Backend, Export, Moved, removing};
 use crate::registry::{ExportEntry, Phase, Registry, no_disk, no_export};
 use crate::watched::Watched;
 
@@ -362,8 +362,8 @@ impl Daemon {
     }
 
     /// Does what [`export_remove`](Self::export_remove) does. Returns whether a front end lost its
-    /// device.
-    pub fn export_take_down(&self, name: &str, hard: bool) -> Result<bool> {
+    /// device, and what the export had moved.
+    pub fn export_take_down(&self, name: &str, hard: bool) -> Result<(bool, Moved)> {
         let export = {
             let mut state = self.state();
             loop {
@@ -392,7 +392,7 @@ impl Daemon {
         }
         let ended = self.start_removal(name, export.clone());
         await_end(name, &export, &ended, Instant::now() + REMOVE_LIMIT)?;
-        Ok(used)
+        Ok((used, export.moved()))
     }
 
     /// Starts to remove an export that is marked as being removed, on a thread of its own. The

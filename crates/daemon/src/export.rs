@@ -9,8 +9,8 @@ mod served;
 mod start;
 
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, RwLock, RwLockReadGuard};
-use std::time::Instant;
+use std::sync::{Arc, OnceLock, RwLock, RwLockReadGuard};
+use std::time::{Duration, Instant};
 
 use vshunt_block::Disk;
 use vshunt_engine::Observer;
@@ -37,6 +37,20 @@ pub(super) struct Export {
     /// Workers that were made for the export, and are freed with it.
     own_workers: Vec<WorkerId>,
     workers: Arc<Workers>,
+    since: Instant,
+    /// Set by the removal, when the queues are at rest.
+    moved: OnceLock<Moved>,
+}
+
+/// What an export has moved since it was added.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// Bytes that its user read.
+    pub read_bytes: u64,
+    /// Bytes that its user wrote.
+    pub write_bytes: u64,
+    /// The time from its start to its end.
+    pub lasted: Duration,
 }
 
 impl Export {
@@ -56,7 +70,8 @@ impl Export {
         match start.run(prepared) {
             Ok(served) => {
                 let served = RwLock::new(Some(served));
-                Ok(Self { spec, readonly, served, own_workers, workers: workers.clone() })
+                let (workers, since, moved) = (workers.clone(), Instant::now(), OnceLock::new());
+                Ok(Self { spec, readonly, served, own_workers, workers, since, moved })
             }
             Err(e) => {
                 workers.end_these(&own_workers);
@@ -239,12 +254,27 @@ impl Export {
         (0..served.queues.len()).map(info).collect()
     }
 
+    fn sum(&self, served: &Served) -> Moved {
+        let none = Moved { lasted: self.since.elapsed(), ..Moved::default() };
+        self.list(served).iter().fold(none, |sum, queue| Moved {
+            read_bytes: sum.read_bytes.saturating_add(queue.read_bytes),
+            write_bytes: sum.write_bytes.saturating_add(queue.write_bytes),
+            ..sum
+        })
+    }
+
+    /// Returns what it had moved when it was removed.
+    pub(super) fn moved(&self) -> Moved {
+        self.moved.get().copied().unwrap_or_default()
+    }
+
     /// Removes the export in three steps: 1 disconnects the front end, drains the queues and
     /// removes the socket; 2 waits for threads that use the queues, and drops the queues; 3 frees
     /// the workers that were made for it and have no other queue. May be called more than once.
     pub(super) fn remove(&self) {
         if let Some(served) = &*self.served() {
             served.frontend.stop();
+            self.moved.get_or_init(|| self.sum(served));
         }
         let served = self.served.write_locked().take();
         drop(served);

@@ -51,4 +51,5 @@ mod watched;
 pub use check::{Check, MAX_PAIRS, MAX_QUEUES, check_disk_size, check_one_place, is_key_of};
 pub use daemon::{ATTACH_TIMEOUT, Daemon, Options, OverlayMode, ToConvert};
 pub use event::Event;
+pub use export::Moved;
 pub use vshunt_engine::DEFAULT_POLL_US;

@@ -29,7 +29,7 @@ use args::ImageCommand;
 pub(crate) use args::{AFTER, ImageArgs};
 use file::{For, ImageFile};
 pub(crate) use info::{chain, data_file};
-pub(crate) use progress::Bar;
+pub(crate) use progress::{Bar, summary};
 use qcow2::Image;
 use qcow2::check::{Repair, check as check_image};
 use qcow2::header::incompatible;

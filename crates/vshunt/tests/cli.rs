@@ -222,6 +222,32 @@ fn a_daemon_is_set_up_asked_and_ended() {
 }
 
 #[test]
+fn the_end_of_a_job_is_one_line() {
+    let daemon = Daemon::start(&RAM);
+    let start = ["backup", "start", "d0", "--format", "raw", "--to"];
+    let line = daemon.ok(&[&start[..], &["b0", "--wait"]].concat());
+    assert!(line.starts_with("backup0 is done: 1 MiB (1048576 bytes) in "), "{line}");
+    assert!(line.ends_with("/s\n") && line.lines().count() == 1, "{line}");
+    assert_eq!(daemon.ok(&[&["-q"], &start[..], &["b1", "--wait"]].concat()), "");
+    let refused = daemon.fails(1, &[&start[..], &["b1"]].concat());
+    assert!(refused.contains("is there already") && refused.contains("--overwrite"), "{refused}");
+    // A job that had ended before the wait has no rate.
+    let name = daemon.ok(&[&start[..], &["b2"]].concat());
+    daemon.ok(&["-q", "job", "wait", name.trim()]);
+    assert_eq!(daemon.ok(&["job", "wait", name.trim()]), format!("{} is done: 1048576 bytes\n", name.trim()));
+}
+
+#[test]
+fn a_status_has_no_empty_tables() {
+    let daemon = Daemon::start(&[]);
+    let text = daemon.ok(&["status"]);
+    assert!(text.starts_with("WORKER ") && !text.contains("DISK") && !text.contains("QUEUE "), "{text}");
+    daemon.ok(&["disk", "add", "name=d0,format=ram,size=1M"]);
+    let text = daemon.ok(&["status"]);
+    assert!(text.starts_with("DISK ") && !text.contains("EXPORT "), "{text}");
+}
+
+#[test]
 fn what_the_daemon_refuses_is_1() {
     let daemon = Daemon::start(&RAM);
     let cases: [(&[&str], &str); 9] = [

@@ -169,6 +169,8 @@ pub(crate) struct ListArgs {
 }
 
 const STATUS_AFTER: &str = "\
+Tables without rows are left out.
+
 Columns of disks:
   MODE  ro or rw; direct: the page cache is bypassed (O_DIRECT); writethrough
         or unsafe: the cache mode, if it is not writeback
@@ -215,7 +217,8 @@ Columns of queues:
              memory complete as they are taken
   REQUESTS, ERRORS, READ, WRITTEN  since the export was added
   A network device has a queue for each pair of a receive and a transmit ring,
-  then the control queue. With engine=kernel the kernel reports no counters.
+  then the control queue, which is marked `control`. With engine=kernel the
+  kernel reports no counters.
   The queues of an uplink are those of its tap, counted as if the tap were a
   guest of the switch.
   If more than 8 queues of an export never started, one line gives their

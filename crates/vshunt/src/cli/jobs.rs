@@ -1,6 +1,6 @@
 //! Jobs and dirty bitmaps on the command line.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use vshunt_types::spec::{BackupSpec, BitmapInfo, BitmapSpec, DiskInfo, Format, JobInfo, JobStatus};
@@ -10,7 +10,7 @@ use super::call::{absolute, call, list, send, to_value};
 use super::client::Client;
 use super::passing::{self, Wanted};
 use super::show;
-use crate::image::Bar;
+use crate::image::{Bar, summary};
 use crate::outcome::{Failure, Outcome, print};
 
 /// The interval between two queries of a job that the command waits for.
@@ -85,7 +85,7 @@ fn spec(args: BackupArgs) -> Outcome<BackupSpec> {
 pub(crate) fn job(client: &mut Client, command: JobCommand, quiet: bool) -> Outcome {
     match command {
         JobCommand::List(args) => list(client, "query-jobs", args, show::jobs),
-        JobCommand::Wait { jobs } => jobs.iter().try_for_each(|id| wait_for(client, id, quiet)),
+        JobCommand::Wait { jobs } => jobs.iter().try_for_each(|id| wait_for(client, id, None, quiet)),
         JobCommand::Cancel { job } => {
             send(client, "job-cancel", json!({ "id": job }))?;
             // The job has ended when this returns, so its target can be used again.
@@ -116,15 +116,17 @@ fn jobs(client: &mut Client) -> Outcome<Vec<JobInfo>> {
 
 /// Waits until a job has ended, and dismisses it, because the user has seen its result.
 fn wait_and_dismiss(client: &mut Client, id: &str, quiet: bool) -> Outcome {
-    let result = wait_for(client, id, quiet);
+    let result = wait_for(client, id, Some(0), quiet);
     // Another client may have dismissed it, or the daemon has ended.
     let _ = send(client, "job-dismiss", json!({ "id": id }));
     result
 }
 
-/// Waits until a job has ended. Fails with the job's error if the job failed.
-fn wait_for(client: &mut Client, id: &str, quiet: bool) -> Outcome {
-    let mut bar = Bar::new(id, quiet);
+/// Waits until a job has ended. Prints what was copied during the wait, and the rate. `before`: the
+/// bytes that were done when the wait began, if that is known. Fails with the job's error if the
+/// job failed.
+fn wait_for(client: &mut Client, id: &str, mut before: Option<u64>, quiet: bool) -> Outcome {
+    let (mut bar, start) = (Bar::bytes(id, quiet, false), Instant::now());
     loop {
         let jobs = jobs(client)?;
         let Some(job) = jobs.iter().find(|j| j.id == id) else {
@@ -132,16 +134,28 @@ fn wait_for(client: &mut Client, id: &str, quiet: bool) -> Outcome {
                 "there is no job {id}; 'job list' shows those that are there"
             )));
         };
+        let before = *before.get_or_insert(job.done_bytes);
         bar.set(job.done_bytes, job.total_bytes.max(1));
         if job.status == JobStatus::Concluded {
             drop(bar);
             return match (&job.error, job.cancelled) {
                 (Some(why), _) => Err(Failure::Failed(format!("job {id} failed: {why}"))),
                 (None, true) => Err(Failure::Failed(format!("job {id} was cancelled"))),
-                (None, false) => Ok(()),
+                (None, false) if quiet => Ok(()),
+                (None, false) => print(&ended(id, before, job.done_bytes, start.elapsed())),
             };
         }
         std::thread::sleep(JOB_QUERY_INTERVAL);
+    }
+}
+
+/// Returns the line for a job that is done. `before`: the bytes that were done when the wait began.
+fn ended(id: &str, before: u64, done: u64, waited: Duration) -> String {
+    match done.saturating_sub(before) {
+        // It had ended before, so its time is not known.
+        0 if done > 0 => format!("{id} is done: {done} bytes\n"),
+        copied if before > 0 => summary(&format!("{id} is done: {done} bytes, the last"), copied, waited),
+        copied => summary(&format!("{id} is done:"), copied, waited),
     }
 }
 
@@ -183,5 +197,22 @@ pub(crate) fn bitmap(client: &mut Client, command: BitmapCommand) -> Outcome {
                 false => print(&show::bitmaps(&found)),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_job_has_bytes_time_and_rate() {
+        let second = Duration::from_secs(1);
+        assert_eq!(ended("j", 0, 3 << 20, second), "j is done: 3 MiB (3145728 bytes) in 1.000 s, 3 MiB/s\n");
+        let late = ended("j", 1 << 20, 3 << 20, second);
+        assert_eq!(late, "j is done: 3145728 bytes, the last 2 MiB (2097152 bytes) in 1.000 s, 2 MiB/s\n");
+        assert_eq!(ended("j", 3 << 20, 3 << 20, second), "j is done: 3145728 bytes\n");
+        assert_eq!(ended("j", 0, 0, second), "j is done: 0 B (0 bytes) in 1.000 s, 0 B/s\n");
+        // A number that shrinks is no reason to panic.
+        assert_eq!(ended("j", 9, 8, second), "j is done: 8 bytes\n");
     }
 }

@@ -17,10 +17,11 @@ use super::call::{absolute, call, connect, list, print_json, query, send, to_val
 use super::client::Client;
 use super::passing::{self, Wanted};
 use super::{jobs, pages, show, snapshot};
+use crate::image::{self, summary};
 use crate::outcome::{Failure, Outcome, print};
 use crate::serve::{ServeOptions, serve};
 use crate::values::QueueNames;
-use crate::{config, doctor, image};
+use crate::{config, doctor};
 
 /// The time limit of `quit` for the end of the daemon.
 const QUIT_TIME: Duration = Duration::from_secs(60);
@@ -45,7 +46,7 @@ pub(super) fn run(cli: Cli) -> Outcome {
         Command::Attach(args) => attach(&mut connect()?, args),
         Command::Disk(command) => disk(&mut connect()?, command),
         Command::Net(command) => net(&mut connect()?, command),
-        Command::Export(command) => export(&mut connect()?, command),
+        Command::Export(command) => export(&mut connect()?, command, cli.log.quiet),
         Command::Image(args) => image::run(args.command, cli.log.quiet),
         Command::Backup(command) => jobs::backup(&mut connect()?, command, cli.log.quiet),
         Command::Job(command) => jobs::job(&mut connect()?, command, cli.log.quiet),
@@ -101,31 +102,26 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
         }));
     }
     let none = || json!({});
+    let disks: Vec<DiskInfo> = call(client, "query-disks", none())?;
     let nets: Vec<NetInfo> = call(client, "query-nets", none())?;
     let exports: Vec<ExportInfo> = call(client, "query-exports", none())?;
-    let queues: Vec<QueueInfo> = call(client, "query-queues", none())?;
-    let mut text = vec![
-        show::disks(&call::<Vec<_>>(client, "query-disks", none())?),
-        show::exports(&exports),
-        show::queues(&queues),
-        show::workers(&call::<Vec<_>>(client, "query-workers", none())?),
-    ];
     let jobs: Vec<JobInfo> = call(client, "query-jobs", none())?;
-    text.extend(show::drops(&queues));
-    if !jobs.is_empty() {
-        text.insert(2, show::jobs(&jobs));
-    }
-    if let Some(ports) = show::ports(&exports) {
-        text.insert(2, ports);
-    }
-    if let Some(choices) = show::choices(&exports) {
-        text.insert(2, choices);
-    }
-    if !nets.is_empty() {
-        text.insert(1, show::nets(&nets));
-    }
-    text.push(show::sandbox(&call(client, "query-sandbox", none())?));
-    print(&text.join("\n"))
+    let queues: Vec<QueueInfo> = call(client, "query-queues", none())?;
+    let workers: Vec<WorkerInfo> = call(client, "query-workers", none())?;
+    // Tables without rows are left out. There is always a worker.
+    let tables = [
+        (!disks.is_empty()).then(|| show::disks(&disks)),
+        (!nets.is_empty()).then(|| show::nets(&nets)),
+        (!exports.is_empty()).then(|| show::exports(&exports)),
+        show::choices(&exports),
+        show::ports(&exports),
+        (!jobs.is_empty()).then(|| show::jobs(&jobs)),
+        show::queues(&queues, &exports),
+        Some(show::workers(&workers)),
+        show::drops(&queues),
+        Some(show::sandbox(&call(client, "query-sandbox", none())?)),
+    ];
+    print(&tables.into_iter().flatten().collect::<Vec<_>>().join("\n"))
 }
 
 fn config_show(client: &mut Client) -> Outcome {
@@ -237,7 +233,7 @@ fn net(client: &mut Client, command: NetCommand) -> Outcome {
     }
 }
 
-fn export(client: &mut Client, command: ExportCommand) -> Outcome {
+fn export(client: &mut Client, command: ExportCommand, quiet: bool) -> Outcome {
     match command {
         ExportCommand::Add { export } => {
             check_one_place(&export).map_err(|e| Failure::Usage(e.to_string()))?;
@@ -253,6 +249,13 @@ fn export(client: &mut Client, command: ExportCommand) -> Outcome {
             let told: Value = call(client, "export-remove", json!({ "name": name, "force": force }))?;
             if told["disconnected"] == true {
                 print(&format!("{name} is removed; its front end was disconnected\n"))?;
+            }
+            let number = |key: &str| told[key].as_u64().unwrap_or_default();
+            let bytes = number("read-bytes").saturating_add(number("write-bytes"));
+            // Zero says nothing: an earlier daemon reports no bytes, and with passthrough there are none.
+            if bytes > 0 && !quiet {
+                let lasted = Duration::try_from_secs_f64(told["seconds"].as_f64().unwrap_or_default());
+                print(&summary(&format!("{name} moved"), bytes, lasted.unwrap_or_default()))?;
             }
             Ok(())
         }

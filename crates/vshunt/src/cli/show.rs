@@ -1,15 +1,18 @@
 //! Tables for users: columns two spaces apart, numbers aligned to the right.
 
 mod idle;
+mod queues;
 
 use std::fmt::Write as _;
 
 use vshunt_sandbox::{Mode, SandboxInfo};
 use vshunt_types::spec::{
     AddressOrigin, BitmapInfo, Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, JobInfo, JobKind,
-    JobStatus, MountInfo, NetAddress, NetCounters, NetInfo, NetKind, PortState, QueueInfo, Transport,
-    WorkerInfo, WorkerKind, cpu_list,
+    JobStatus, MountInfo, NetAddress, NetCounters, NetInfo, NetKind, PortState, Transport, WorkerInfo,
+    WorkerKind, cpu_list,
 };
+
+pub(crate) use self::queues::{drops, queues};
 
 /// The title of a column. A column whose title begins with `>` has numbers.
 type Title = &'static str;
@@ -240,40 +243,6 @@ pub(crate) fn ports(exports: &[ExportInfo]) -> Option<String> {
     (!rows.is_empty()).then(|| table(titles, rows.into_iter()))
 }
 
-pub(crate) fn queues(queues: &[QueueInfo]) -> String {
-    let (queues, idle) = idle::split(queues);
-    let mut text = table(
-        ["QUEUE", ">WORKER", "STATE", ">SIZE", ">IN-FLIGHT", ">REQUESTS", ">ERRORS", ">READ", ">WRITTEN"],
-        queues.iter().map(|q| {
-            [
-                format!("{}:{}", q.export, q.index),
-                q.worker.to_string(),
-                q.state.clone(),
-                q.size.to_string(),
-                q.in_flight.to_string(),
-                q.requests.to_string(),
-                q.errors.to_string(),
-                size(q.read_bytes),
-                size(q.write_bytes),
-            ]
-        }),
-    );
-    idle.iter().for_each(|line| text.extend([line, "\n"]));
-    text
-}
-
-/// Returns the table of the frames that network queues dropped, with the reasons. None if no frame
-/// was dropped.
-pub(crate) fn drops(queues: &[QueueInfo]) -> Option<String> {
-    let rows: Vec<_> = queues
-        .iter()
-        .flat_map(|q| q.net.iter().flat_map(|n| n.drops.each()).map(move |(why, count)| (q, why, count)))
-        .filter(|(.., count)| *count > 0)
-        .map(|(q, why, count)| [format!("{}:{}", q.export, q.index), why.to_owned(), count.to_string()])
-        .collect();
-    (!rows.is_empty()).then(|| table(["QUEUE", "DROPPED", ">FRAMES"], rows.into_iter()))
-}
-
 pub(crate) fn jobs(jobs: &[JobInfo]) -> String {
     table(
         ["JOB", "TYPE", "DISK", "STATUS", ">DONE", ">TOTAL", "SPEED", "TO", "ERROR"],
@@ -375,7 +344,7 @@ fn size(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use vshunt_types::spec::{DropReason, NetDrops, NetQueueCounters};
+    use vshunt_types::spec::{DropReason, NetDrops, NetQueueCounters, QueueInfo};
 
     use super::*;
 

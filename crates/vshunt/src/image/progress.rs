@@ -128,7 +128,7 @@ fn rate(bytes: u64, spent: Duration) -> u64 {
 }
 
 /// Returns the line at the end of an operation: bytes, seconds, rate.
-pub(super) fn summary(what: &str, bytes: u64, spent: Duration) -> String {
+pub(crate) fn summary(what: &str, bytes: u64, spent: Duration) -> String {
     format!(
         "{what} {} ({bytes} bytes) in {:.3} s, {}/s\n",
         units::size(bytes),

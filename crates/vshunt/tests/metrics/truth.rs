@@ -126,6 +126,12 @@ fn a_scrape_says_what_status_says_while_io_runs() {
     wait_for("the end of the connection", || {
         scrape(&socket).value("vshunt_export_connected", &[("export", "vm0")]) == Some(0.0)
     });
+    // The removal reports the bytes of all queues.
+    let queues = after["queues"].as_array().unwrap();
+    let of = |key: &str| queues.iter().map(|queue| queue[key].as_u64().unwrap()).sum::<u64>();
+    let line = daemon.ok(&["export", "remove", "vm0"]);
+    let bytes = format!(" ({} bytes) in ", of("read-bytes") + of("write-bytes"));
+    assert!(line.starts_with("vm0 moved ") && line.contains(&bytes) && line.ends_with("/s\n"), "{line}");
 }
 
 #[test]

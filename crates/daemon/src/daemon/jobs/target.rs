@@ -41,7 +41,7 @@ impl TargetFile {
             Err(e) => return Err(Error::io(format_args!("cannot make {shown}"), e)),
             Ok(_) if !overwrite => {
                 return Err(Error::exists(format!(
-                    "{shown} is there already; choose another name, or say that it may be replaced"
+                    "{shown} is there already; choose another name, or say that it may be replaced (--overwrite)"
                 )));
             }
             Ok(_) => {
@@ -73,7 +73,7 @@ impl TargetFile {
             Err(_) if !overwrite => {
                 return Err(Error::exists(format!(
                     "{0} is there: a backup to {1} that is being made, or was when its daemon was killed; then remove {0}, \
-                     or say that it may be replaced",
+                     or say that it may be replaced (--overwrite)",
                     part.display(),
                     path.display()
                 )));

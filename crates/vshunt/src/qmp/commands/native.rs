@@ -118,7 +118,13 @@ pub(super) fn export_add(context: &Context, arguments: Arguments) -> Answer {
 
 pub(super) fn export_remove(context: &Context, arguments: Arguments) -> Answer {
     let ExportRemove { name, force } = arguments.read()?;
-    Ok(json!({ "disconnected": context.daemon.export_take_down(&name, force)? }))
+    let (disconnected, moved) = context.daemon.export_take_down(&name, force)?;
+    Ok(json!({
+        "disconnected": disconnected,
+        "read-bytes": moved.read_bytes,
+        "write-bytes": moved.write_bytes,
+        "seconds": moved.lasted.as_secs_f64(),
+    }))
 }
 
 pub(super) fn worker_new(context: &Context, arguments: Arguments) -> Answer {

@@ -172,7 +172,10 @@ pub(crate) const COMMANDS: &[Command] = &[
         native::export_remove,
     )
     .takes("name [force]", "native::ExportRemove")
-    .returns("`disconnected`: whether a front end lost its device"),
+    .returns(
+        "`disconnected`: whether a front end lost its device. `read-bytes` and `write-bytes`: what its user read and wrote \
+         through queues of the daemon. `seconds`: how long it was there",
+    ),
     command("job-cancel", "Ends a job before it is complete. The file of a backup is removed.", |c, a| {
         jobs::by_id(c, a, Daemon::job_cancel)
     })
