@@ -112,6 +112,16 @@ mod tests {
     }
 
     #[test]
+    fn tables_in_help_have_80_columns_at_most() {
+        for name in ["doctor", "mount", "serve", "status"] {
+            let text = Cli::command().find_subcommand(name).and_then(Command::get_after_long_help).cloned();
+            for line in text.expect("a text after the options").to_string().lines() {
+                assert!(line.chars().count() <= 80, "{name}: {line}");
+            }
+        }
+    }
+
+    #[test]
     fn completions_name_the_commands() {
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
             assert!(completions(shell).contains("attach"), "{shell}");

@@ -252,7 +252,8 @@ fn export(client: &mut Client, command: ExportCommand, quiet: bool) -> Outcome {
             }
             let number = |key: &str| told[key].as_u64().unwrap_or_default();
             let bytes = number("read-bytes").saturating_add(number("write-bytes"));
-            // Zero says nothing: an earlier daemon reports no bytes, and with passthrough there are none.
+            // Zero says nothing: an earlier daemon reports no bytes, and with passthrough there are
+            // none.
             if bytes > 0 && !quiet {
                 let lasted = Duration::try_from_secs_f64(told["seconds"].as_f64().unwrap_or_default());
                 print(&summary(&format!("{name} moved"), bytes, lasted.unwrap_or_default()))?;

@@ -68,79 +68,109 @@ Images:
   Unless -q is given, the lines to paste for QEMU, libvirt and Cloud Hypervisor
   are printed on stdout when the sockets are ready.
 
-Disk keys:
-  name, file, size, readonly=on|off
-  format=raw|qcow2|null|ram
-  direct=auto|on|off                        bypass the page cache
-  cache=writeback|writethrough|unsafe
-  locking=on|off
-  cache-size                                qcow2: memory for the cluster map
+Keys of --disk:
+  name              Default: the file's name without its ending
+  format            raw (default), qcow2, null or ram
+  file              of raw and qcow2: the image
+  size              of null and ram
+  readonly          on: writes are refused. Default: off
+  direct            on: bypass the page cache; off; auto (default): where the
+                    file system can
+  cache             writeback (default), writethrough, or unsafe: flushes do
+                    nothing
+  locking           off: no locks on the image. Default: on
+  cache-size        of qcow2: memory for the cluster map. Default: the whole
+                    map, at most 32 MiB
 
-Network keys:
-  type=tap|switch, name
-  Of a tap:
+Keys of --net with type=tap:
+  name              Default: the interface's name
   ifname            a tap or macvtap. An existing one is adopted and stays.
                     Otherwise a tap is made, and removed with the network
   fd                open descriptors instead, one for each queue: 7 or 7:8:9
   netns             network namespace of ifname: a name (`ip netns`) or a path
-  queues
-  steering=auto|hash|rss|cpu
-                    how the queue of a frame for the guest is chosen: by the
-                    kernel's flow table, the hash that the kernel has, a hash
-                    over addresses and ports, or the sending CPU
+  queues            1 to 256. Default: as many as the export has
+  steering          how the queue of a frame for the guest is chosen. auto
+                    (default): by the kernel's flow table; hash: by the hash
+                    that the kernel has; rss: by a hash over addresses and
+                    ports; cpu: by the sending CPU
   address           MAC address of the interface itself, not the guest's
   owner, group      user and group that may open the interface, besides root
-  persist=on|off    an interface that is made stays
+  persist           on: an interface that is made stays. Default: off
 
-Export keys:
-  type=vhost-user-blk|vhost-user-net|fuse|uplink, name
-  queues            the default for vhost-user-blk is 256, which no guest exceeds;
-                    a queue that never starts costs nothing. Otherwise one for
-                    each CPU
-  workers=default|per-queue|per-cpu|N
-                    per-cpu pins each worker to one CPU, and it does not poll
-                    unless poll-us is given
-  poll-us
-  Of vhost-user-blk:
-  disk, socket or fd, readonly=on|off, serial, block-size
-  engine=user|kernel|auto
-                    kernel: needs the module vhost_blk and a block device or
-                    raw file
-  Of vhost-user-net, where queues are pairs of rings:
-  net, socket or fd, mac, mtu
-  engine=user|kernel|auto
-                    kernel: needs the module vhost_net and a tap. Each pair has
-                    its own kernel worker: leave out workers, or use per-cpu
-  Of both, if the daemon makes the socket:
+Keys of --net with type=switch:
+  name              its exports are joined
+
+Keys of --export, all types:
+  type              one of the types below
+  name              Default: the disk's or network's name
+  workers           default: worker 0; per-queue; per-cpu: each worker has one
+                    CPU, and does not poll unless poll-us is given; or a number
+  poll-us           limit of adaptive polling of these workers
+
+Keys of --export with type=vhost-user-blk:
+  disk              name of the disk
+  socket or fd      a path to listen on, or an inherited socket
   owner, group      of the socket, by name or number
-  mode              of the socket: 0600, 0660, 0606 or 0666. Absent: 0660 if
+  mode              of the socket: 0600, 0660, 0606 or 0666. Default: 0660 if
                     group is given, otherwise the umask decides
-  Of both:
-  memory-may-block=on|off
-                    guest memory may be in files of any file system, not only
-                    in memory (memfd, tmpfs, hugetlbfs). If that file system
-                    does not answer, a worker waits with all its queues
-  Of uplink:
-  net (a switch), tap (a network of type=tap), mtu
-  Of vhost-user-net and uplink on a switch:
-  mac-filter=on|off only frames from mac leave the port; on if mac is given;
-                    not of an uplink
-  mac-limit         addresses that are learnt behind the port (256, uplink 4096)
+  queues            1 to 256. Default: 256, which no guest exceeds; a queue that
+                    never starts costs nothing. With workers=per-cpu or the
+                    kernel engine: one for each CPU
+  readonly          on: writes of the guest are refused
+  serial            that the guest sees, at most 20 bytes
+  block-size        that the guest sees, 512 to 4096
+  engine            user (default): workers of the daemon; kernel: needs the
+                    module vhost_blk and a block device or raw file; auto
+  memory-may-block  on: guest memory may be in files of any file system, not
+                    only in memory (memfd, tmpfs, hugetlbfs). If that file
+                    system does not answer, a worker waits with all its queues
+
+Keys of --export with type=vhost-user-net:
+  net               name of the tap or switch
+  socket or fd, owner, group, mode, memory-may-block
+                    as of vhost-user-blk
+  queues            pairs of rings, 1 to 128. Default: one for each CPU
+  mac               address of the guest, if its front end asks for it
+  mtu               longest IP packet. Default: the tap's; on a switch 1500
+  engine            user (default); kernel: needs the module vhost_net and a
+                    tap. Each pair has its own kernel worker: leave out workers,
+                    or use per-cpu; auto
+  On a switch:
+  mac-filter        on: only frames from mac leave the port. Default: on if mac
+                    is given
+  mac-limit         addresses that are learnt behind the port. Default: 256
   vlan=N            frames of this VLAN are untagged at the port
   trunk=N,,N-N      frames of these VLANs are tagged at the port
-  isolated=on|off   no frames between isolated ports
-  reserved=on|off   frames to 01:80:c2:00:00:00 to 0f pass
-  Of fuse:
-  disk, mountpoint, writable=on|off, growable=on|off
-  allow-other=auto|on|off
-  transport=auto|dev|io_uring
-  passthrough=auto|off
+  isolated          on: no frames between isolated ports. Default: off
+  reserved          on: frames to 01:80:c2:00:00:00 to 0f pass. Default: off
 
-Worker keys:
-  name, nice, poll-us
+Keys of --export with type=uplink:
+  net               name of the switch
+  tap               name of the network of type=tap
+  queues            of the tap. Default: one for each CPU
+  mtu, mac-limit, vlan, trunk, isolated, reserved
+                    as of vhost-user-net. Default of mac-limit: 4096
+
+Keys of --export with type=fuse:
+  disk              name of the disk
+  mountpoint        the file to mount over. A missing one is made, and removed
+  queues            of transport=dev. Default: one for each CPU
+  writable          on: the file can be written. Default: off
+  growable          on: writes beyond the end change the size. Default: off
+  allow-other       on: other users may use the file; off; auto (default): on
+                    where the system allows it
+  transport         dev: /dev/fuse; io_uring; auto (default): io_uring where it
+                    works
+  passthrough       auto (default): the kernel itself reads and writes the image
+                    where it can; off
+
+Keys of --worker:
+  name              in lists
   cpu               as for taskset: 2-3,,6; or all
-  kind=kernel,export=NAME
-                    a worker of the kernel, for an export with engine=kernel
+  nice              -20 to 19
+  poll-us           limit of adaptive polling. Default: that of the daemon
+  kind, export      kind=kernel: a worker of the kernel, for an export with
+                    engine=kernel
   Worker 0 always exists.
 
 Configuration file:
@@ -182,8 +212,8 @@ Examples:
   vshunt serve disk.img
   vshunt serve --disk name=d0,file=disk.img \\
       --export type=vhost-user-blk,name=vm0,disk=d0,socket=/tmp/vm0.sock
-  vshunt serve --net type=tap,name=n0,ifname=vs0 \\
-      --export type=vhost-user-net,name=nic0,net=n0,socket=/tmp/nic0.sock,queues=2,workers=per-queue
+  vshunt serve --net type=tap,name=n0,ifname=vs0 --export \\
+      type=vhost-user-net,name=nic0,net=n0,socket=/tmp/n0.sock,workers=per-queue
   vshunt serve --net type=switch,name=s0 --net type=tap,name=n0,ifname=vs0 \\
       --export type=uplink,name=u0,net=s0,tap=n0,queues=2 \\
       --export type=vhost-user-net,name=nic0,net=s0,socket=/tmp/nic0.sock

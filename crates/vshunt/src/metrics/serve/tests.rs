@@ -82,7 +82,7 @@ fn each_request_has_its_answer() {
         (
             b"HEAD / HTTP/1.1\r\n\r\n",
             "HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=utf-8\r\n",
-            (64, 0),
+            (62, 0),
         ),
     ];
     for (request, start, want) in cases {
