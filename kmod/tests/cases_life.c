@@ -249,7 +249,8 @@ static void kills(const struct vb_args *args)
 		usleep(50000 + chance(&seed, 200000));
 		require(waitpid(child, &status, WNOHANG) == 0, "round %u: the owner ended by itself", round);
 		kill(child, SIGKILL);
-		require(waitpid(child, &status, 0) == child && WIFSIGNALED(status), "round %u: status %x", round, status);
+		require(waitpid(child, &status, 0) == child && WIFSIGNALED(status),
+			"round %u: status %x", round, status);
 	}
 }
 
