@@ -15,7 +15,10 @@ pub(super) fn connect(control: Option<&PathBuf>) -> Outcome<Client> {
     let path = control_path(control).ok_or_else(|| {
         Failure::Usage("which daemon? give -c SOCKET, or set VSHUNT_CONTROL or XDG_RUNTIME_DIR".into())
     })?;
-    Ok(Client::connect(&path)?)
+    let is_default = control.is_none() && std::env::var_os("VSHUNT_CONTROL").is_none_or(|v| v.is_empty());
+    // Commands pass descriptors of files to the daemon. At the default place another user could
+    // listen, if the folder is open to all.
+    Ok(if is_default { Client::connect_to_own(&path)? } else { Client::connect(&path)? })
 }
 
 pub(super) fn call<T: DeserializeOwned>(client: &mut Client, command: &str, arguments: Value) -> Outcome<T> {

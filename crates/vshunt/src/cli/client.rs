@@ -12,7 +12,9 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use rustix::net::sockopt::socket_peercred;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::process::geteuid;
 use serde_json::{Map, Value, json};
 
 use crate::outcome::Failure;
@@ -74,7 +76,27 @@ impl Client {
     /// Connects to the daemon at `path` and negotiates the capabilities.
     pub fn connect(path: &Path) -> Result<Self, ClientError> {
         let unreachable = |source| ClientError::Unreachable { path: path.to_owned(), source };
+        Self::start(UnixStream::connect(path).map_err(unreachable)?, path)
+    }
+
+    /// Connects to the daemon at `path`, if this user or root listens there.
+    pub(crate) fn connect_to_own(path: &Path) -> Result<Self, ClientError> {
+        let unreachable = |source| ClientError::Unreachable { path: path.to_owned(), source };
         let stream = UnixStream::connect(path).map_err(unreachable)?;
+        let peer = socket_peercred(&stream).map_err(|e| unreachable(e.into()))?;
+        if peer.uid != geteuid() && !peer.uid.is_root() {
+            return Err(ClientError::Broken(format!(
+                "user {} listens on {}, and not this user or root; give -c SOCKET to use it all the same",
+                peer.uid.as_raw(),
+                path.display()
+            )));
+        }
+        Self::start(stream, path)
+    }
+
+    /// Negotiates the capabilities.
+    fn start(stream: UnixStream, path: &Path) -> Result<Self, ClientError> {
+        let unreachable = |source| ClientError::Unreachable { path: path.to_owned(), source };
         stream.set_read_timeout(Some(GREETING_TIME)).map_err(unreachable)?;
         let mut client = Self { reader: BufReader::new(stream), events: VecDeque::new() };
         let greeting = client.read().map_err(|e| match e {

@@ -1,0 +1,47 @@
+"""Another user listens where the control socket is by default: commands must give it nothing."""
+
+import os
+import shutil
+import sys
+
+import pytest
+import rig as r
+
+OTHER, USER = 4002, 4001
+LISTENER = """\
+import os, socket, sys
+s = socket.socket(socket.AF_UNIX)
+s.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0o666)
+s.listen()
+print("ready", 6 * 7, flush=True)
+clients = []
+while True:
+    clients.append(s.accept()[0])
+"""
+
+
+@pytest.mark.root
+def test_another_users_daemon_gets_no_descriptor(rig):
+    """The folder is open to all, as /tmp is. The user has to name the socket to use it all the same."""
+    setpriv = r.tool("setpriv", "util-linux")
+    rig.dir.chmod(0o755)
+    folder, program = rig.dir / "run", rig.dir / "vshunt"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    shutil.copy(r.binary("vshunt"), program)
+    program.chmod(0o755)
+    image = rig.image("secret.img", 1 << 20)
+    os.chown(image, USER, USER)
+    image.chmod(0o600)
+
+    def user_is(number):
+        return [setpriv, f"--reuid={number}", f"--regid={number}", "--clear-groups"]
+
+    listener = r.Child(rig, "listener", [*user_is(OTHER), sys.executable, "-c", LISTENER, folder / "vshunt.sock"])
+    r.wait_for("it listens", lambda: "ready 42" in listener.output())
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
+    env.pop("VSHUNT_CONTROL", None)
+    for command in (["status"], ["disk", "add", f"name=d,file={image}"]):
+        done = r.run([*user_is(USER), program, *command], check=False, env=env, cwd=folder)
+        r.message_of(done, f"user {OTHER} listens", "-c")
