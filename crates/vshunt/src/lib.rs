@@ -31,6 +31,7 @@
 mod cli;
 mod config;
 mod doctor;
+mod foreign;
 mod image;
 mod keyval;
 mod metrics;

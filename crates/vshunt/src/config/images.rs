@@ -11,26 +11,13 @@ use vshunt_block::open_image;
 use vshunt_types::spec::{DiskSpec, ExportKind, ExportSpec, Format};
 
 use super::Setup;
+use crate::foreign;
 use crate::outcome::{Failure, Outcome};
 use crate::run_folder;
 use crate::values::name_of;
 
 /// Images at most in one command line. Each has a socket and a few descriptors.
 const IMAGES_MAX: usize = 256;
-
-/// Formats that are not served, by their first bytes: offset, bytes, name. A raw image that begins
-/// like this is more likely an image of that format.
-const OTHERS: [(usize, &[u8], &str); 9] = [
-    (0, b"KDMV", "a VMDK image"),
-    (0, b"COWD", "a VMDK image"),
-    (0, b"# Disk DescriptorFile", "a VMDK image"),
-    (64, b"\x7f\x10\xda\xbe", "a VDI image"),
-    (0, b"conectix", "a VHD image"),
-    (0, b"vhdxfile", "a VHDX image"),
-    (0, b"QED\0", "a QED image"),
-    (0, b"WithoutFreeSpace", "a Parallels image"),
-    (0, b"WithouFreSpacExt", "a Parallels image"),
-];
 
 /// Formats of compressed files, by their first bytes: bytes, name, program that decompresses them.
 const COMPRESSED: [(&[u8], &str, &str); 5] = [
@@ -40,9 +27,6 @@ const COMPRESSED: [(&[u8], &str, &str); 5] = [
     (b"BZh", "bzip2", "bunzip2"),
     (b"PK\x03\x04", "zip", "unzip"),
 ];
-
-/// Bytes that [`OTHERS`] and [`COMPRESSED`] need.
-const START_BYTES: usize = 128;
 
 /// Adds a disk and a vhost-user-blk export for each image. The socket of the export is in the run
 /// folder.
@@ -157,7 +141,7 @@ fn free_file(folder: &Path, name: &str) -> PathBuf {
 fn probe(image: &Path) -> Outcome<Format> {
     let shown = image.display();
     let keys = |format: &str| format!("--disk file={shown},format={format} and --export");
-    let start = read(image, START_BYTES)?;
+    let start = read(image, foreign::START_BYTES)?;
     let named = image.extension().is_some_and(|end| end.eq_ignore_ascii_case("qcow2"));
     if let Some(version) = Header::probe(&start) {
         if !Header::knows(version) {
@@ -185,8 +169,7 @@ fn probe(image: &Path) -> Outcome<Format> {
             keys("raw")
         )));
     }
-    let other = OTHERS.iter().find(|(at, bytes, _)| start.get(*at..).is_some_and(|s| s.starts_with(bytes)));
-    if let Some((_, _, what)) = other {
+    if let Some(what) = foreign::format(&start) {
         return Err(Failure::Usage(format!(
             "{shown} begins as {what}, which is not served; convert it (qemu-img convert -O qcow2 {shown} disk.qcow2), or give \
              {} if its bytes are the disk",

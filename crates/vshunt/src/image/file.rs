@@ -18,6 +18,7 @@ use vshunt_types::error::Kind;
 
 use super::ImageFormat;
 use super::journal::MapJournal;
+use crate::foreign;
 use crate::outcome::{Failure, Outcome};
 
 /// The purpose for which an image is opened.
@@ -85,12 +86,19 @@ impl ImageFile {
     /// Returns its format, detected from its first bytes. `path` is for the message.
     ///
     /// # Errors
-    /// It cannot be read, or it begins like a qcow2 image of an unknown version.
+    /// It cannot be read, or it begins like a qcow2 image of an unknown version, or like an image
+    /// of another format.
     pub(super) fn probe(&self, path: &Path) -> Outcome<ImageFormat> {
-        let (shown, mut start) = (path.display(), [0; 8]);
+        let (shown, mut start) = (path.display(), [0; foreign::START_BYTES]);
         self.read_at(0, &mut start).map_err(|e| Failure::Failed(format!("cannot read {shown}: {e}")))?;
         match Header::probe(&start) {
-            None => Ok(ImageFormat::Raw),
+            None => match foreign::format(&start) {
+                None => Ok(ImageFormat::Raw),
+                Some(what) => Err(Failure::Failed(format!(
+                    "{shown} begins as {what}, which vshunt does not read; convert it with qemu-img, or give -f raw if its \
+                     bytes are the disk"
+                ))),
+            },
             Some(version) if Header::knows(version) => Ok(ImageFormat::Qcow2),
             Some(version) => Err(Failure::Failed(format!(
                 "{shown} begins as a qcow2 image of version {version}, and versions 2 and 3 are known; convert it with \
