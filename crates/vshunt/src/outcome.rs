@@ -1,6 +1,7 @@
 //! How a command ends: an error with an exit code and a message for stderr, and the output on
 //! stdout.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io::{self, Write};
 
@@ -37,7 +38,7 @@ impl Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Failed(why) | Self::Usage(why) | Self::Unreachable(why) => f.write_str(why),
+            Self::Failed(why) | Self::Usage(why) | Self::Unreachable(why) => f.write_str(&printable(why)),
             Self::OutputClosed | Self::Status(_) => Ok(()),
         }
     }
@@ -82,15 +83,53 @@ pub(crate) fn clap_failure<T>(e: clap::Error) -> Outcome<T> {
 
 /// Writes a warning of a command to stderr.
 pub(crate) fn warn(text: &str) {
-    let _ = writeln!(io::stderr(), "vshunt: warning: {text}");
+    let _ = writeln!(io::stderr(), "vshunt: warning: {}", printable(text));
+}
+
+/// Returns the text with control characters escaped: a name that others chose must not reach a
+/// terminal as a command, nor begin a new line.
+pub(crate) fn one_line(text: &str) -> Cow<'_, str> {
+    escaped(text, char::is_control)
+}
+
+/// Returns the text with control characters escaped, except ends of lines and tabs.
+pub(crate) fn printable(text: &str) -> Cow<'_, str> {
+    escaped(text, |c| c.is_control() && c != '\n' && c != '\t')
+}
+
+fn escaped(text: &str, which: fn(char) -> bool) -> Cow<'_, str> {
+    if !text.contains(which) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match which(c) {
+            true => out.extend(c.escape_default()),
+            false => out.push(c),
+        }
+    }
+    Cow::Owned(out)
 }
 
 /// Writes an answer to stdout.
 pub(crate) fn print(text: &str) -> Outcome {
     let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    match out.write_all(printable(text).as_bytes()).and_then(|()| out.flush()) {
         Ok(()) => Ok(()),
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Err(Failure::OutputClosed),
         Err(e) => Err(Failure::Failed(format!("cannot write to stdout: {e}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_do_not_reach_a_terminal() {
+        assert_eq!(printable("a\x1b[2K\rb\n\tc"), "a\\u{1b}[2K\\rb\n\tc");
+        assert_eq!(one_line("a\nb"), "a\\nb");
+        assert_eq!(Failure::Failed("x\x1b[31m".into()).to_string(), "x\\u{1b}[31m");
+        assert!(matches!(one_line("plain é"), Cow::Borrowed(_)));
     }
 }

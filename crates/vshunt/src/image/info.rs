@@ -14,7 +14,7 @@ use super::args::{InfoArgs, Output};
 use super::file::{For, ImageFile};
 use super::journal::MapJournal;
 use super::{ImageFormat, failed, units};
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, one_line, print};
 
 /// The most images of a chain. A longer chain is taken for a cycle.
 const CHAIN_MAX: usize = 256;
@@ -168,11 +168,11 @@ fn human(of: &Described) -> String {
         let actual = if full == Path::new(name) {
             String::new()
         } else {
-            format!(" (actual path: {})", full.display())
+            format!(" (actual path: {})", one_line(&full.display().to_string()))
         };
-        let _ = writeln!(text, "backing file: {name}{actual}");
+        let _ = writeln!(text, "backing file: {}{actual}", one_line(name));
         if let Some(format) = &h.backing_format {
-            let _ = writeln!(text, "backing file format: {format}");
+            let _ = writeln!(text, "backing file format: {}", one_line(format));
         }
     }
     if !info.snapshots.is_empty() {
@@ -209,7 +209,7 @@ fn human_specific(info: &Info, text: &mut String) {
     if h.version >= 3 {
         if let Some(name) = &h.data_file {
             let raw = h.autoclear & autoclear::RAW_DATA != 0;
-            let _ = writeln!(text, "    data file: {name}\n    data file raw: {raw}");
+            let _ = writeln!(text, "    data file: {}\n    data file raw: {raw}", one_line(name));
         }
         let corrupt = h.has(incompatible::CORRUPT);
         let _ =

@@ -1,6 +1,6 @@
 //! The format of a line of the log.
 
-use std::fmt::{self, Write as _};
+use std::fmt;
 
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -11,6 +11,7 @@ use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 
 use super::output::LINE_MAX;
 use crate::config::LogFormat;
+use crate::outcome::one_line;
 
 /// The message of a line, and what else it says.
 #[derive(Debug, Default)]
@@ -129,19 +130,6 @@ fn now() -> String {
     let mut text = String::new();
     let _ = SystemTime.format_time(&mut Writer::new(&mut text));
     text
-}
-
-/// Returns the text with control characters escaped: names that others choose must not begin a new
-/// line, nor reach a terminal.
-fn one_line(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c.is_control() {
-            true => _ = write!(out, "{}", c.escape_default()),
-            false => out.push(c),
-        }
-    }
-    out
 }
 
 /// Collects the fields of an event for JSON.
