@@ -83,7 +83,8 @@ def test_fusectl_is_mounted_after_the_daemons_start(suite):
         program = m.program_for_all(suite)
         argv = [*user, program, "serve", "--sandbox=kill", "--allow-path", folder, "--disk", f"name=d0,file={image}"]
         fusectl = fuse_guard.CONNECTIONS
-        while any(point == str(fusectl) for _, point, *_ in fuse_guard.mounts()):
+        # One that another mount hides cannot be reached, and does not matter.
+        while os.path.ismount(fusectl):
             r.run(["umount", fusectl])
         try:
             child = r.Child(suite.rig, f"later-{suite.transport}", [*argv, "--export", export, "--control", control])

@@ -136,7 +136,7 @@ class TestCopies:
         both.io("busy", "write -P 7 0 1M")
         argv = [both.qemu_io, "-f", "qcow2", "-c", "read 0 64k", "-c", "sleep 600000", both.dir / "busy"]
         child = r.Child(self.rig, "busy", argv)
-        r.wait_for("qemu-io has it", lambda: both.ours("info", "busy", check=False).returncode)
+        both.wait_for_lock("busy")
         r.message_of(both.ours("convert", "busy", "busy.raw", check=False), "in use", "busy")
         r.require(not (both.dir / "busy.raw").exists(), "a file is left behind")
         both.ours("convert", "-U", "busy", "busy.raw")

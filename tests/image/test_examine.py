@@ -171,7 +171,7 @@ class TestExamine:
         both.theirs("create", "-q", "-f", "qcow2", "busy", "4M")
         argv = [both.qemu_io, "-f", "qcow2", "-c", "read 0 64k", "-c", "sleep 600000", both.dir / "busy"]
         child = r.Child(self.rig, "busy", argv)
-        r.wait_for("qemu-io has it", lambda: both.ours("info", "busy", check=False).returncode)
+        both.wait_for_lock("busy")
         for command in EXAMINE:
             r.message_of(both.ours(*on(command, "busy"), check=False), "in use", "busy", "-U")
             both.ours(*on(command, "busy"), "-U")

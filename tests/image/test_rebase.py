@@ -143,7 +143,7 @@ class TestRebase:
         both.theirs("create", "-q", "-f", "qcow2", "busy", "4M")
         argv = [both.qemu_io, "-f", "qcow2", "-c", "read 0 64k", "-c", "sleep 600000", both.dir / "busy"]
         child = r.Child(self.rig, "busy", argv)
-        r.wait_for("qemu-io has it", lambda: both.ours("info", "busy", check=False).returncode)
+        both.wait_for_lock("busy")
         for command in (["rebase", "-u", "-b", "", "busy"], ["amend", "-o", "lazy_refcounts=on", "busy"], ["dd", "if=busy", "of=x"]):
             r.message_of(both.ours(*command, check=False), "in use", "busy")
         r.require(not (both.dir / "x").exists(), "a file is left behind")

@@ -1,7 +1,9 @@
 """Runs `vshunt image` and qemu-img on the same images, and makes random images. For tests/image."""
 
 import json
+import os
 import re
+from pathlib import Path
 
 import rig as r
 
@@ -34,6 +36,11 @@ class Both:
         failed = done.returncode != 0 or "failed" in done.stdout
         r.require(not check or not failed, f"{file}: {commands}: {done.stdout}{done.stderr}")
         return done
+
+    def wait_for_lock(self, file):
+        """Waits until a process has locked a file. It is not opened here: the process could find that lock, and end."""
+        inode = f":{os.stat(self.dir / file).st_ino} "
+        r.wait_for(f"{file} is locked", lambda: inode in Path("/proc/locks").read_text(encoding="ascii"))
 
     def same_check(self, file, of=""):
         """Both check the image and count the same; their exit code."""
