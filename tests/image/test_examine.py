@@ -177,6 +177,23 @@ class TestExamine:
             both.ours(*on(command, "busy"), "-U")
         child.kill()
 
+    def test_an_image_of_another_format_is_not_taken_for_a_raw_disk(self):
+        both = self.both
+        for form in ("vmdk", "vdi", "vhdx"):
+            both.theirs("create", "-q", "-f", form, f"other.{form}", "4M")
+            for command in (["info", f"other.{form}"], ["convert", "-O", "qcow2", f"other.{form}", "copy.qcow2"]):
+                r.message_of(both.ours(*command, check=False), f"a {form} image", "-f raw")
+            r.require(not (both.dir / "copy.qcow2").exists(), "a copy of the container was made")
+            r.require("file format: raw" in both.ours("info", "-f", "raw", f"other.{form}").stdout, "not even by -f raw")
+
+    def test_names_in_an_image_give_the_terminal_no_commands(self):
+        both, name = self.both, "/etc/shadow\x1b[2K\r\nvirtual size: 8 MiB"
+        both.theirs("create", "-q", "-u", "-f", "qcow2", "-b", name, "-F", "raw", "forged", "4M")
+        done = both.ours("info", "forged")
+        r.require("\x1b" not in done.stdout and "\r" not in done.stdout, repr(done.stdout))
+        r.require("\nvirtual size: 8 MiB" not in done.stdout and "/etc/shadow\\u{1b}[2K" in done.stdout, repr(done.stdout))
+        r.require(json.loads(both.ours("info", "--output=json", "forged").stdout)["backing-filename"] == name, "JSON has another name")
+
     def test_corrupt_images_are_refused_by_name(self, rand):
         both = self.both
         both.theirs("create", "-q", "-f", "qcow2", "good", "4M")
