@@ -186,6 +186,18 @@ class TestExamine:
             r.require(not (both.dir / "copy.qcow2").exists(), "a copy of the container was made")
             r.require("file format: raw" in both.ours("info", "-f", "raw", f"other.{form}").stdout, "not even by -f raw")
 
+    def test_a_loop_and_a_chain_that_is_too_long_are_told_apart(self):
+        both = self.both
+        for number in range(258):
+            below = ["-b", f"c{number - 1}", "-F", "qcow2"] if number else []
+            both.theirs("create", "-q", "-u", "-f", "qcow2", *below, f"c{number}", "1M")
+        for command in (["info", "--backing-chain"], ["map"]):
+            both.ours(*command, "c255")
+            r.message_of(both.ours(*command, "c257", check=False), "c1 is below 256 images")
+        both.theirs("create", "-q", "-u", "-f", "qcow2", "-b", "c1", "-F", "qcow2", "c0", "1M")
+        for command in (["info", "--backing-chain"], ["map"]):
+            r.message_of(both.ours(*command, "c1", check=False), "below itself")
+
     def test_names_in_an_image_give_the_terminal_no_commands(self):
         both, name = self.both, "/etc/shadow\x1b[2K\r\nvirtual size: 8 MiB"
         both.theirs("create", "-q", "-u", "-f", "qcow2", "-b", name, "-F", "raw", "forged", "4M")

@@ -9,12 +9,10 @@ use qcow2::header::incompatible;
 use qcow2::status::{Contents, Reader, Status};
 
 use super::file::{For, ImageFile};
-use super::info::beside;
+use super::info::{beside, check_below};
 use super::{ImageFormat, failed};
 use crate::outcome::{Failure, Outcome};
 
-/// The most images of a chain. A longer chain is taken for a cycle.
-const CHAIN_MAX: usize = 256;
 /// Bytes of a sector. A raw disk has whole sectors; the last one may be incomplete in its file.
 const SECTOR: u64 = 512;
 
@@ -35,12 +33,7 @@ pub(super) fn open(path: &Path, format: Option<ImageFormat>, share: bool) -> Out
     let purpose = if share { For::Sharing } else { For::Reading };
     let (mut layers, mut next) = (Vec::new(), Some((path.to_owned(), format)));
     while let Some((path, format)) = next.take() {
-        if layers.len() == CHAIN_MAX || layers.iter().any(|l: &Layer| l.path == path) {
-            return Err(Failure::Failed(format!(
-                "{} is below itself; give each image its own below",
-                path.display()
-            )));
-        }
+        check_below(&path, layers.iter().map(|layer: &Layer| layer.path.as_path()))?;
         let file = ImageFile::open(&path, purpose)?;
         let format = match format {
             Some(format) => format,

@@ -9,13 +9,11 @@ use vshunt_types::spec::{DiskSpec, Format};
 
 use super::args::{ConvertArgs, CreateArgs};
 use super::file::{For, ImageFile};
-use super::info::beside;
+use super::info::{CHAIN_MAX, beside};
 use super::progress::{Bar, summary};
 use super::{ImageFormat, create, failed};
 use crate::outcome::{Failure, Outcome, print};
 
-/// The most images of a chain that are examined. Opening a longer chain fails.
-const CHAIN_MAX: usize = 256;
 /// The exit code for a copy of an image that may lack completed writes.
 const LACKS: u8 = 3;
 

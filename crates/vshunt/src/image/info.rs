@@ -16,8 +16,8 @@ use super::journal::MapJournal;
 use super::{ImageFormat, failed, units};
 use crate::outcome::{Failure, Outcome, one_line, print};
 
-/// The most images of a chain. A longer chain is taken for a cycle.
-const CHAIN_MAX: usize = 256;
+/// The most images of a chain.
+pub(super) const CHAIN_MAX: usize = 256;
 
 /// The description of one image.
 struct Described {
@@ -34,10 +34,7 @@ pub(super) fn run(args: &InfoArgs) -> Outcome {
     let purpose = if args.force_share { For::Sharing } else { For::Reading };
     let mut chain = vec![describe(&args.file, args.format, purpose)?];
     while let Some((path, format)) = chain.last().and_then(below).filter(|_| args.backing_chain) {
-        if chain.iter().any(|d| d.path == path) || chain.len() == CHAIN_MAX {
-            let path = path.display();
-            return Err(Failure::Failed(format!("{path} is below itself; give each image its own below")));
-        }
+        check_below(&path, chain.iter().map(|d| d.path.as_path()))?;
         chain.push(describe(&path, known(format.as_deref(), &path)?, purpose)?);
     }
     let text = match (args.output, args.backing_chain) {
@@ -91,6 +88,20 @@ fn look(path: &Path, format: Option<ImageFormat>, purpose: For) -> Outcome<(Imag
 fn below(of: &Described) -> Option<(PathBuf, Option<String>)> {
     let header = &of.qcow2.as_ref()?.header;
     Some((beside(&of.path, header.backing.as_ref()?), header.backing_format.clone()))
+}
+
+/// Refuses a backing image that is one of those above, or that makes the chain too long.
+pub(super) fn check_below<'a>(path: &Path, mut above: impl ExactSizeIterator<Item = &'a Path>) -> Outcome {
+    let (shown, count) = (path.display(), above.len());
+    if above.any(|image| image == path) {
+        return Err(Failure::Failed(format!("{shown} is below itself; give each image its own below")));
+    }
+    if count >= CHAIN_MAX {
+        return Err(Failure::Failed(format!(
+            "{shown} is below {count} images, and {CHAIN_MAX} are the most; commit some of them"
+        )));
+    }
+    Ok(())
 }
 
 /// Returns the files of a qcow2 image and of its backing images, by their headers. Nothing is
