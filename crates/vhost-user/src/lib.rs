@@ -90,7 +90,7 @@ use vshunt_virtqueue::RingServer;
 pub use self::device::{ConfigChange, Device, NetworkDevice, RingPlace};
 use self::rate::Rate;
 use self::receive::Receiver;
-pub use self::receive::process::start as start_receivers;
+pub use self::receive::process::{Receivers, start as start_receivers};
 use self::reports::{ConnectionNews, Reports};
 pub use self::socket::{Socket, adopt, listen};
 pub use self::worker_rings::WorkerRings;

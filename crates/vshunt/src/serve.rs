@@ -77,7 +77,7 @@ pub(crate) fn serve(setup: Setup, options: &ServeOptions) -> Outcome {
     // Before other threads exist, because a forked process would not have them. Also before the
     // sockets are bound: if the daemon were killed before the new process has closed its copies of
     // them, its successor would find them in use.
-    vhost_user::start_receivers(setup.sandbox.mode.unwrap_or_default())?;
+    let _receivers = vhost_user::start_receivers(setup.sandbox.mode.unwrap_or_default())?;
     let mut inherited = activation::take()?;
     let sockets = Sockets::bind(&setup, &mut inherited)?;
     // The sandbox opens images and mountpoints by their paths. A dead mount would hide them.

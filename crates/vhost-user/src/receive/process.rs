@@ -13,6 +13,10 @@
 //!
 //! The processes end when the daemon closes its end of the socket. The sockets are of type
 //! `SOCK_SEQPACKET`.
+//!
+//! Each parent waits for its children when it ends: in a container, the first process may reap
+//! none, and they would stay as zombies. Both waits have a limit, because a receiver may be blocked
+//! in a close. The kernel gives the children of a killed daemon to the first process.
 
 use std::ffi::CStr;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -60,16 +64,57 @@ const IDLE_MAX: usize = 4;
 /// How long the spawner may take for an answer.
 const SPAWN_WAIT: Duration = Duration::from_secs(5);
 
-/// The socket of the spawner. The lock is held for one request and its answer.
-static SPAWNER: OnceLock<Mutex<OwnedFd>> = OnceLock::new();
+/// How long the spawner waits for the end of the receivers, at its own end.
+const RECEIVERS_WAIT: Duration = Duration::from_secs(1);
+/// How long the daemon waits for the end of the spawner.
+const SPAWNER_WAIT: Duration = Duration::from_secs(2);
+/// The interval between two looks at children that end.
+const REAP_INTERVAL: Duration = Duration::from_millis(2);
+
+/// The spawner.
+struct Spawner {
+    id: libc::pid_t,
+    /// The lock is held for one request and its answer.
+    socket: Mutex<OwnedFd>,
+}
+
+static SPAWNER: OnceLock<Spawner> = OnceLock::new();
 /// Idle receivers. Guards the list alone.
 static IDLE: Mutex<Vec<Process>> = Mutex::new(Vec::new());
 
-/// Starts the spawner. Called once, before the process has a second thread.
+/// Ends the spawner and the receivers when it is dropped, and reaps the spawner. By then no session
+/// may be left.
+#[derive(Debug)]
+pub struct Receivers(());
+
+impl Drop for Receivers {
+    fn drop(&mut self) {
+        IDLE.locked().clear();
+        let Some(Spawner { id, socket }) = SPAWNER.get() else { return };
+        let _ = rustix::net::shutdown(&*socket.locked(), rustix::net::Shutdown::Both);
+        // The calling thread may not wait for processes.
+        if let Err(e) = sandbox::errand(|| reap(*id, SPAWNER_WAIT)) {
+            tracing::debug!("the process that makes receivers is not reaped: {e}");
+        }
+    }
+}
+
+/// Waits until a child, or each child for -1, has ended and is reaped, at most for `wait`.
+fn reap(id: libc::pid_t, wait: Duration) {
+    let deadline = Instant::now() + wait;
+    // SAFETY: the call takes no pointer: the status is not asked for.
+    while unsafe { libc::waitpid(id, std::ptr::null_mut(), libc::WNOHANG) } == 0 && Instant::now() < deadline
+    {
+        std::thread::sleep(REAP_INTERVAL);
+    }
+}
+
+/// Starts the spawner. Called once, before the process has a second thread. The processes end when
+/// the result is dropped.
 ///
 /// # Errors
 /// The system cannot make another process.
-pub fn start(mode: sandbox::Mode) -> Result<()> {
+pub fn start(mode: sandbox::Mode) -> Result<Receivers> {
     let cannot = |e: io::Error| Error::io("cannot start the process that receives descriptors", e);
     let (ours, theirs) = pair().map_err(cannot)?;
     // SAFETY: this is the only thread (the caller ensures it), so no lock is held in the child.
@@ -79,9 +124,9 @@ pub fn start(mode: sandbox::Mode) -> Result<()> {
             drop(ours);
             run(theirs, c"vshunt-spawner", |socket| spawn_processes(&socket, mode))
         }
-        _ => {
-            let _ = SPAWNER.set(Mutex::new(ours));
-            Ok(())
+        id => {
+            let _ = SPAWNER.set(Spawner { id, socket: Mutex::new(ours) });
+            Ok(Receivers(()))
         }
     }
 }
@@ -142,7 +187,7 @@ impl Process {
         if let Some(idle) = IDLE.locked().pop() {
             return Ok(Some(idle));
         }
-        let spawner = spawner.locked();
+        let spawner = spawner.socket.locked();
         ask(&spawner).map(Some).map_err(|e| {
             let ended = matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::UnexpectedEof);
             let remedy = if ended { "; the one that makes them has ended: restart the daemon" } else { "" };
@@ -376,6 +421,7 @@ fn spawn_processes(socket: &OwnedFd, mode: sandbox::Mode) -> io::Result<()> {
             let _ = send(socket, &e.raw_os_error().unwrap_or(libc::EIO).to_ne_bytes(), &[]);
         }
     }
+    reap(-1, RECEIVERS_WAIT);
     Ok(())
 }
 
