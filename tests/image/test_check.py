@@ -109,7 +109,12 @@ def test_an_image_in_use_is_refused(both):
     r.wait_for("qemu-io has it", lambda: "wrote" in child.output() or both.ours("info", "used", check=False).returncode)
     for command in (["info"], ["check", "-r", "all"], ["create", "-f", "qcow2"]):
         more = ["1M"] if command[0] == "create" else []
-        r.message_of(both.ours(*command, "used", *more, check=False), "in use", "used")
+        done = both.ours(*command, "used", *more, check=False)
+        r.message_of(done, "in use", "used")
+        waits, refused = done.stderr.splitlines()
+        r.require("waiting up to 5 s" in waits, f"{command} is silent while it waits: {waits}")
+        r.require("(qemu-io, pid " in waits and "(qemu-io, pid " in refused, f"the user of the image is not named: {done.stderr}")
+        r.require(not done.stdout, f"{command} prints before it is refused: {done.stdout}")
     both.ours("info", "-U", "used")
     child.kill()
     r.require(both.same_check("used") in (0, 3), "corrupt")

@@ -80,7 +80,7 @@ pub use handle::DiskHandle;
 pub use io::{Io, Request};
 pub use iovecs::IoVecs;
 pub use limits::{Limits, SECTOR_BYTES};
-pub use lock::lock as lock_image;
+pub use lock::{lock as lock_image, lock_telling as lock_image_telling};
 pub use offline::SnapshotInfo;
 pub use op::{Op, Step};
 pub use overlay::Overlay;

@@ -27,6 +27,8 @@ const PASSTHROUGH: i64 = 300;
 /// successor.
 const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 5 });
 const RETRY: Duration = Duration::from_millis(10);
+/// A wait that is longer than this is reported. The locks of a killed process end before that.
+const NOTICE: Duration = Duration::from_millis(500);
 
 /// How an image is used. The values are the bit numbers of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,10 +48,30 @@ use Permission::{ConsistentRead, Resize, Write};
 /// # Errors
 /// `Busy`, with the conflicting lock; `Io` for errors of the system.
 pub fn lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
+    lock_telling(file, path, readonly, &mut |patience| {
+        tracing::warn!(
+            "{} is in use by another process; waiting up to {} s for it",
+            path.display(),
+            patience.as_secs()
+        );
+    })
+}
+
+/// Does what [`lock`] does. `waits` is called once if another process holds a conflicting lock for
+/// some time, with the limit of the whole wait.
+///
+/// # Errors
+/// Those of [`lock`].
+pub fn lock_telling(file: &File, path: &Path, readonly: bool, waits: &mut dyn FnMut(Duration)) -> Result<()> {
     let start = Instant::now();
+    let mut told = false;
     loop {
         match try_lock(file, path, readonly) {
             Err(e) if e.kind() == Kind::Busy && start.elapsed() < PATIENCE => {
+                if !told && start.elapsed() >= NOTICE {
+                    told = true;
+                    waits(PATIENCE);
+                }
                 // Two processes that wait and keep their locks would wait for each other.
                 release(file);
                 std::thread::sleep(RETRY);

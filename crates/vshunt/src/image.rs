@@ -13,6 +13,7 @@ mod convert;
 mod create;
 mod dd;
 mod file;
+mod holder;
 mod info;
 mod journal;
 mod map;

@@ -35,6 +35,10 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
             args.to.display()
         )));
     }
+    if args.no_create {
+        // Reports a wait for another process, which the disk below would not.
+        ImageFile::open(&args.to, For::Writing)?;
+    }
     let disk = |name: &str, file: &Path, format, readonly| DiskSpec {
         name: name.to_owned(),
         file: Some(file.to_owned()),

@@ -219,11 +219,12 @@ fn raw(args: &CreateArgs, w: &Wanted, quiet: bool) -> Outcome {
         return Err(only_raw());
     }
     let size = w.size.ok_or_else(|| no_size(path))?.next_multiple_of(512);
-    if !quiet {
-        print(&format!("Formatting '{}', fmt=raw size={size}\n", path.display()))?;
-    }
     let new = !path.exists();
     let file = ImageFile::open(path, For::Making)?;
+    if !quiet {
+        let text = format!("Formatting '{}', fmt=raw size={size}\n", path.display());
+        print(&text).inspect_err(|_| remove(path, new))?;
+    }
     let mut bar = Bar::new("preallocating", quiet);
     let mode = w.preallocation.unwrap_or(Mode::Off);
     let done = file.set_len(0).and_then(|()| file.set_len(size));
@@ -299,9 +300,6 @@ pub(super) fn backing_size(image: &Path, name: &str, format: &str) -> Outcome<u6
 }
 
 fn make(path: &Path, options: &Options, quiet: bool) -> Outcome {
-    if !quiet {
-        print(&formatting(path, options))?;
-    }
     let new = !path.exists();
     let data_path = options.data_file.as_ref().map(|d| beside(path, &d.name));
     let data_new = data_path.as_ref().is_some_and(|data| !data.exists());
@@ -317,6 +315,9 @@ fn make(path: &Path, options: &Options, quiet: bool) -> Outcome {
         Ok(file)
     };
     let data = data_path.as_ref().map(empty).transpose().map_err(removed)?;
+    if !quiet {
+        print(&formatting(path, options)).map_err(removed)?;
+    }
     let mut bar = Bar::new("preallocating", quiet);
     let made = create(&file, data.as_ref().map(|d| d as &dyn Storage), options, &mut |done, all| {
         bar.set(done, all);

@@ -5,19 +5,20 @@ use std::fs::{File, FileType, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
+use std::time::Duration;
 
 use qcow2::Storage;
 use qcow2::header::{Header, Open};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use vshunt_block::{
-    JournalView, PathFd, Recovered, check_overlay_marks, journal_path, lock_image, read_journal,
+    JournalView, PathFd, Recovered, check_overlay_marks, journal_path, lock_image_telling, read_journal,
     recover_journal, remove_journal,
 };
 use vshunt_types::error::Kind;
 
-use super::ImageFormat;
 use super::journal::MapJournal;
+use super::{ImageFormat, holder};
 use crate::foreign;
 use crate::outcome::{Failure, Outcome};
 
@@ -74,8 +75,12 @@ impl ImageFile {
         let kind = file.metadata().map_err(|e| Failure::Failed(format!("{shown}: {e}")))?.file_type();
         check_kind(path, kind)?;
         if purpose != For::Sharing {
-            lock_image(&file, path, !writable).map_err(|e| match e.kind() {
-                Kind::Busy => in_use(path, purpose),
+            let mut waits = |patience: Duration| {
+                let by = holder::of(&file);
+                eprintln!("vshunt: {shown} is in use by {by}; waiting up to {} s for it", patience.as_secs());
+            };
+            lock_image_telling(&file, path, !writable, &mut waits).map_err(|e| match e.kind() {
+                Kind::Busy => in_use(path, &holder::of(&file), purpose),
                 _ => Failure::Failed(e.to_string()),
             })?;
         }
@@ -210,12 +215,12 @@ impl ImageFile {
     }
 }
 
-fn in_use(path: &Path, purpose: For) -> Failure {
+fn in_use(path: &Path, by: &str, purpose: For) -> Failure {
     let remedy = match purpose {
         For::Reading => "stop it, or give -U to look all the same",
         _ => "stop it first: two that write to one image destroy it",
     };
-    Failure::Failed(format!("{} is in use by another process; {remedy}", path.display()))
+    Failure::Failed(format!("{} is in use by {by}; {remedy}", path.display()))
 }
 
 impl Storage for ImageFile {
