@@ -3,14 +3,13 @@
 pub(crate) mod args;
 pub(crate) mod check;
 pub(crate) mod file;
-mod images;
+pub(crate) mod images;
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use toml::Value;
-use vshunt_types::error::Error;
 use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, SocketAccess, WorkerSpec};
 
 use self::args::{MountArgs, SandboxArgs, ServeArgs};
@@ -93,9 +92,9 @@ pub(crate) struct Setup {
 /// Merges the configuration file and the flags. Lists are joined, those of the file first. For
 /// single settings, the flag has priority.
 pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup> {
-    let mut setup = match &args.config {
+    let (mut setup, mut wrong) = match &args.config {
         Some(path) => read(path)?,
-        None => Setup::default(),
+        None => (Setup::default(), Vec::new()),
     };
     setup.disks.extend(args.disks);
     setup.nets.extend(args.nets);
@@ -112,7 +111,7 @@ pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup>
     setup.log_format = args.log_format.or(setup.log_format);
     setup.control_access = args.control_access.with_defaults(setup.control_access);
     setup.sandbox = args.sandbox.with_defaults(setup.sandbox)?;
-    let wrong = check::problems(&setup);
+    wrong.extend(check::problems(&setup));
     if !wrong.is_empty() {
         return Err(check::all(&wrong));
     }
@@ -146,17 +145,21 @@ pub(crate) fn check_control_access(setup: &Setup) -> Outcome {
     }
 }
 
-/// Reads a configuration file.
-fn read(path: &Path) -> Outcome<Setup> {
-    let cannot = |e| Error::io(format!("cannot read configuration {}", path.display()), e);
+/// Reads a configuration file. Returns also all that is wrong in it.
+///
+/// # Errors
+/// Usage: it cannot be read.
+fn read(path: &Path) -> Outcome<(Setup, Vec<String>)> {
+    let shown = path.display();
+    let cannot = |e| Failure::Usage(format!("cannot read configuration {shown}: {e}"));
     let mut text = String::new();
     let file = std::fs::File::open(path).map_err(cannot)?;
     file.take(file::FILE_MAX + 1).read_to_string(&mut text).map_err(cannot)?;
     if text.len() as u64 > file::FILE_MAX {
         let most = file::FILE_MAX >> 20;
-        return Err(Failure::Usage(format!("{}: a configuration has at most {most} MiB", path.display())));
+        return Err(Failure::Usage(format!("{shown}: a configuration has at most {most} MiB")));
     }
-    file::parse(path, &text).map_err(|wrong| check::all(&wrong))
+    Ok(file::parse(path, &text))
 }
 
 /// Returns the path of the control socket: `given`, otherwise that of the environment, otherwise

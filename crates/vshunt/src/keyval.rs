@@ -18,6 +18,14 @@ macro_rules! size_units {
 }
 pub(crate) use size_units;
 
+/// What the units mean, for help texts and errors.
+macro_rules! size_rule {
+    () => {
+        "powers of 1024: 10M, 10MB and 10MiB are the same"
+    };
+}
+pub(crate) use size_rule;
+
 /// Keys whose numbers may have a size suffix. The others are plain counts: `queues=1K` is a typing
 /// error.
 const SIZE_KEYS: [&str; 4] = ["size", "block-size", "cache-size", "cluster_size"];
@@ -113,7 +121,13 @@ pub(crate) fn value_of(text: &str, key: &str) -> Option<String> {
 pub(crate) fn parse_size(text: &str) -> Result<u64, KeyvalError> {
     let bad = || {
         KeyvalError(format!(
-            concat!("`{}` is not a size; write bytes, or a number with ", size_units!()),
+            concat!(
+                "`{}` is not a size; write bytes, or a number with ",
+                size_units!(),
+                " (",
+                size_rule!(),
+                ")"
+            ),
             text
         ))
     };

@@ -195,11 +195,12 @@ fn config() -> String {
         "`vshunt serve --config FILE` reads a TOML file. Disks, networks, exports and workers have the same keys in the file, in \
          flags (`--disk name=d0,file=disk.img`) and in QMP (`disk-add`). Flags add to the file; a flag for a single setting \
          replaces the setting of the file. Paths are relative to the working directory.\n\n\
-         Sizes are numbers of bytes; the file and flags also take {}, powers of 1024. In flags a list is \
+         Sizes are numbers of bytes; the file and flags also take {}, {}. In flags a list is \
          `key=value,key=value`, a comma inside a value is written `,,`, and a boolean is `on` or `off`. A list of CPUs is written \
          `0-3,6` or `all` in the file and in flags.\n\n\
          [packaging/vshunt.toml](../../packaging/vshunt.toml) is an example.\n\n## Settings\n\n",
         keyval::size_units!(),
+        keyval::size_rule!(),
     );
     let settings: Vec<_> = source.members("config::File");
     table(&mut out, &settings, false);

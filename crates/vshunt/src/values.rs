@@ -12,7 +12,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde::de::value::StrDeserializer;
 use vshunt_daemon::{Check, check_disk_size};
-use vshunt_types::spec::{DiskSpec, ExportKind, ExportSpec, Format, NetSpec, WorkerSpec};
+use vshunt_types::spec::{DiskSpec, ExportKind, ExportSpec, Format, NetSpec, WorkerSpec, Workers};
 
 use crate::keyval;
 
@@ -44,9 +44,41 @@ pub(crate) fn bytes(text: &str) -> Result<u64, String> {
     keyval::parse_size(text).map_err(|e| e.to_string())
 }
 
-pub(crate) fn disk_size(text: &str) -> Result<u64, String> {
-    let size = keyval::parse_size(text).map_err(|e| e.to_string())?;
-    check_disk_size(size).map(|()| size).map_err(|e| e.to_string())
+/// A size of a disk as users write it: absolute, or relative to the present one (`+1G`, `-512M`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SizeChange {
+    To(u64),
+    By(u64),
+    Less(u64),
+}
+
+impl SizeChange {
+    /// Returns the new size. None: it is below 0 or too large.
+    pub(crate) fn of(self, old: u64) -> Option<u64> {
+        match self {
+            Self::To(size) => Some(size),
+            Self::By(more) => old.checked_add(more),
+            Self::Less(less) => old.checked_sub(less),
+        }
+    }
+}
+
+pub(crate) fn size_change(text: &str) -> Result<SizeChange, String> {
+    match (text.strip_prefix('+'), text.strip_prefix('-')) {
+        (Some(more), _) => bytes(more).map(SizeChange::By),
+        (_, Some(less)) => bytes(less).map(SizeChange::Less),
+        _ => bytes(text).map(SizeChange::To),
+    }
+}
+
+/// Parses the new size of a disk in use. The daemon checks the result of a relative one.
+pub(crate) fn disk_size_change(text: &str) -> Result<SizeChange, String> {
+    match size_change(text)? {
+        SizeChange::To(size) => {
+            check_disk_size(size).map(|()| SizeChange::To(size)).map_err(|e| e.to_string())
+        }
+        change => Ok(change),
+    }
 }
 
 /// Returns the parser for formats of images.
@@ -113,6 +145,16 @@ pub(crate) trait Spec: DeserializeOwned + Check {
         None
     }
 
+    /// The `type`, if the list does not give one.
+    fn default_type(_value: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+        None
+    }
+
+    /// Returns what others may refer to in a specification of this name that is not valid.
+    fn unfinished(_name: String, _value: &dyn Fn(&str) -> Option<String>) -> Option<Self> {
+        None
+    }
+
     /// Returns whether a key belongs to specifications of this `type`.
     fn is_key_of(_kind: Option<&str>, _key: &str) -> bool {
         true
@@ -127,6 +169,10 @@ impl Spec for DiskSpec {
     fn default_name(value: &dyn Fn(&str) -> Option<String>) -> Option<String> {
         value("file").map(|file| name_of(Path::new(&file), "disk"))
     }
+
+    fn unfinished(name: String, _value: &dyn Fn(&str) -> Option<String>) -> Option<Self> {
+        Some(Self { name, ..Self::default() })
+    }
 }
 
 impl Spec for ExportSpec {
@@ -137,6 +183,29 @@ impl Spec for ExportSpec {
 
     fn default_name(value: &dyn Fn(&str) -> Option<String>) -> Option<String> {
         ["disk", "tap", "net"].into_iter().find_map(value)
+    }
+
+    fn default_type(value: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+        let of = [
+            ("mountpoint", "fuse"),
+            ("tap", "uplink"),
+            ("net", "vhost-user-net"),
+            ("disk", "vhost-user-blk"),
+        ];
+        of.into_iter().find(|(key, _)| value(key).is_some()).map(|(_, kind)| kind.to_owned())
+    }
+
+    fn unfinished(name: String, value: &dyn Fn(&str) -> Option<String>) -> Option<Self> {
+        let path = |key| value(key).map(Into::into);
+        // It may have workers of any name.
+        let workers = Workers::PerQueue;
+        Some(Self {
+            name,
+            workers,
+            socket: path("socket"),
+            mountpoint: path("mountpoint"),
+            ..Self::default()
+        })
     }
 
     fn is_key_of(kind: Option<&str>, key: &str) -> bool {
@@ -154,6 +223,11 @@ impl Spec for NetSpec {
     fn default_name(value: &dyn Fn(&str) -> Option<String>) -> Option<String> {
         value("ifname")
     }
+
+    fn unfinished(name: String, _value: &dyn Fn(&str) -> Option<String>) -> Option<Self> {
+        let any = keyval::parse("type=tap,name=n").ok();
+        any.map(|any: Self| Self { name, ..any })
+    }
 }
 
 impl Spec for WorkerSpec {
@@ -163,6 +237,10 @@ impl Spec for WorkerSpec {
             Err(_) => format!("name={bare}"),
         }
     }
+
+    fn unfinished(name: String, _value: &dyn Fn(&str) -> Option<String>) -> Option<Self> {
+        Some(Self { name: Some(name), ..Self::default() })
+    }
 }
 
 /// Parses a list of keys and values, and checks that it is valid by itself.
@@ -171,9 +249,14 @@ pub(crate) fn spec<T: Spec>(text: &str) -> Result<T, String> {
     if !first.is_empty() && !first.contains('=') {
         return Err(format!("`{first}` has no key; write {}", T::suggestion(first)));
     }
-    let named = keyval::value_of(text, "name").is_some();
-    let name = T::default_name(&|key| keyval::value_of(text, key)).filter(|_| !named);
-    let text = name.map_or(text.into(), |name| Cow::from(format!("{text},name={}", name.replace(',', ",,"))));
+    let value = |key: &str| keyval::value_of(text, key);
+    let defaults = [("name", T::default_name(&value)), ("type", T::default_type(&value))];
+    let mut text = Cow::from(text);
+    for (key, default) in defaults {
+        if let Some(default) = default.filter(|_| value(key).is_none()) {
+            text.to_mut().push_str(&format!(",{key}={}", default.replace(',', ",,")));
+        }
+    }
     let spec: T = keyval::parse_keys(&text, &T::is_key_of).map_err(|e| e.to_string())?;
     spec.check().map(|()| spec).map_err(|e| e.to_string())
 }
@@ -239,6 +322,16 @@ mod tests {
         for said in [poll_us("x").map(drop), poll_us("9999999").map(drop), nice("20").map(drop)] {
             said.unwrap_err();
         }
-        assert!(disk_size("1000").unwrap_err().contains("not a multiple of 512"));
+        assert!(disk_size_change("1000").unwrap_err().contains("not a multiple of 512"));
+    }
+
+    #[test]
+    fn a_size_may_be_a_change() {
+        let of = |text| disk_size_change(text).unwrap().of(1 << 30);
+        assert_eq!((of("2G"), of("+64M"), of("-1G")), (Some(2 << 30), Some((1 << 30) + (64 << 20)), Some(0)));
+        assert_eq!((of("-2G"), disk_size_change("+1").unwrap().of(u64::MAX)), (None, None));
+        for text in ["+", "-", "+-1", "--1G", "1G+"] {
+            disk_size_change(text).unwrap_err();
+        }
     }
 }

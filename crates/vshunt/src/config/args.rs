@@ -51,7 +51,9 @@ answers there, that is an error. The socket of a daemon that has ended is replac
 A list of keys is key=value,key=value. A comma inside a value is written `,,`. A boolean is \
 on|off|yes|no|true|false. Sizes are bytes, or numbers with ",
     keyval::size_units!(),
-    ", powers of 1024."
+    ", ",
+    keyval::size_rule!(),
+    "."
 );
 
 pub(crate) const SERVE_AFTER: &str = "\

@@ -19,18 +19,15 @@ use crate::outcome::{Failure, Outcome, print};
 /// # Errors
 /// Usage: the file cannot be read, or something is wrong. The message has all of it.
 pub(crate) fn file(path: &Path) -> Outcome {
-    let usage = |failure: Failure| Failure::Usage(failure.to_string());
-    let mut setup = super::read(path).map_err(usage)?;
-    let mut wrong = problems(&setup);
+    let (mut setup, mut wrong) = super::read(path)?;
+    wrong.extend(problems(&setup));
     match std::mem::take(&mut setup.sandbox).with_defaults(Default::default()) {
         Ok(sandbox) => setup.sandbox = sandbox,
-        Err(e) => wrong.push(format!("{}: {e}", path.display())),
+        Err(e) => wrong.push(format!("{}{e}", setup.places.of_key("allow-path"))),
     }
-    if setup.control == Control::Off && setup.exports.is_empty() {
-        wrong.push(format!(
-            "{}: there is neither an [[export]] nor a control socket to add one",
-            path.display()
-        ));
+    if setup.control == Control::Off && setup.exports.is_empty() && !setup.places.lacks_names {
+        let at = setup.places.of_key("control");
+        wrong.push(format!("{at}there is neither an [[export]] nor a control socket to add one"));
     }
     if !wrong.is_empty() {
         return Err(all(&wrong));
@@ -56,13 +53,14 @@ pub(super) fn all(wrong: &[String]) -> Failure {
 /// Returns all that is wrong with a configuration. What comes from a file has its place.
 pub(super) fn problems(setup: &Setup) -> Vec<String> {
     let mut wrong = Vec::new();
+    let places = &setup.places;
     if let Err(e) = (WorkerSpec { poll_us: setup.poll_us, ..WorkerSpec::default() }).check() {
-        wrong.push(e.to_string());
+        wrong.push(format!("{}{e}", places.of_key("poll-us")));
     }
     if let Err(e) = check_control_access(setup) {
-        wrong.push(e.to_string());
+        let key = setup.control_access.first_key().unwrap_or_default();
+        wrong.push(format!("{}{e}", places.of_key(&format!("control-{key}"))));
     }
-    let places = &setup.places;
     let mut twice = |kind: &str, names: &[&str], at: &[Place]| {
         for (item, name) in names.iter().enumerate().filter(|(item, name)| names[..*item].contains(name)) {
             let at = places.shown(at, item);
@@ -73,13 +71,14 @@ pub(super) fn problems(setup: &Setup) -> Vec<String> {
     twice("net", &net_names(setup), &places.nets);
     let exports: Vec<&str> = setup.exports.iter().map(|e| e.name.as_str()).collect();
     twice("export", &exports, &places.exports);
-    for (item, export) in setup.exports.iter().enumerate() {
+    let finished = |item: &usize| !places.lacks_names && !places.unfinished.contains(item);
+    for (item, export) in setup.exports.iter().enumerate().filter(|(item, _)| finished(item)) {
         let of_file = item < places.exports.len();
         let found = backends(setup, export, of_file);
         wrong.extend(found.into_iter().map(|why| places.shown(&places.exports, item) + &why));
     }
     wrong.extend(same_paths(setup));
-    for (item, attach) in setup.attach.iter().enumerate() {
+    for (item, attach) in setup.attach.iter().enumerate().filter(|_| !places.lacks_names) {
         let found = attached(setup, attach).err();
         wrong.extend(found.map(|why| places.shown(&places.attach, item) + &why));
     }

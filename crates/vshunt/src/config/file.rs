@@ -2,13 +2,15 @@
 //!
 //! `config` reads it, for `vshunt serve` and `vshunt config check`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::ops::Range;
 use std::path::PathBuf;
 
 use serde::Deserialize;
 use serde::de::value::StrDeserializer;
 use serde::de::{self, DeserializeSeed, Deserializer, IntoDeserializer, MapAccess, Visitor};
+use toml::de::{DeTable, DeValue};
 use toml::{Spanned, Value};
 use vshunt_daemon::Check;
 use vshunt_sandbox::Mode;
@@ -23,6 +25,9 @@ use crate::values::{QueueNames, Spec, parse_queues};
 
 /// One table of a file, with the places of its keys.
 type Section = Spanned<BTreeMap<Spanned<String>, Spanned<Value>>>;
+
+/// Errors of a kind that are listed at most. The search for the next one reads all again.
+const WRONG_MAX: usize = 20;
 
 /// Bytes of a file at most.
 pub(super) const FILE_MAX: u64 = 16 << 20;
@@ -144,9 +149,21 @@ pub(crate) struct Places {
     pub(super) nets: Vec<Place>,
     pub(super) exports: Vec<Place>,
     pub(super) attach: Vec<Place>,
+    /// The keys outside of sections.
+    keys: BTreeMap<String, Place>,
+    /// The indices of exports of which only the name is known.
+    pub(super) unfinished: BTreeSet<usize>,
+    /// Whether there are sections whose names are not known.
+    pub(super) lacks_names: bool,
 }
 
 impl Places {
+    /// Returns `FILE:LINE:COLUMN: ` for a key outside of sections, and nothing if the file does not
+    /// have it.
+    pub(super) fn of_key(&self, key: &str) -> String {
+        self.keys.get(key).map_or_else(String::new, |place| self.at(*place))
+    }
+
     /// Returns `FILE:LINE:COLUMN: ` for an item of a list, and nothing for one of a flag.
     pub(super) fn shown(&self, places: &[Place], item: usize) -> String {
         places.get(item).map_or_else(String::new, |place| self.at(*place))
@@ -157,21 +174,20 @@ impl Places {
     }
 }
 
-/// Parses a file. `path` is for messages.
-///
-/// # Errors
-/// All that is wrong, each with its place.
-pub(super) fn parse(path: &std::path::Path, text: &str) -> Result<Setup, Vec<String>> {
+/// Parses a file. `path` is for messages. Returns also all that is wrong, each with its place. If
+/// something is, the setup has what is known of the rest, for checks of it.
+pub(super) fn parse(path: &std::path::Path, text: &str) -> (Setup, Vec<String>) {
     let mut places = Places { file: path.to_owned(), ..Places::default() };
-    let shown = |at: usize, why: String| format!("{}{why}", places.at(Place::of(text, at)));
-    let file: File = toml::from_str(text).map_err(|e| {
-        let at = e.span().map_or(0, |span| span.start);
-        vec![shown(at, reword(e.message()))]
-    })?;
-    let mut wrong = Vec::new();
-    let mut tell = |Wrong { at, why }: Wrong| wrong.push(shown(at.unwrap_or(0), why));
+    let mut found = Vec::new();
+    let mut tell = |Wrong { at, why }: Wrong| found.push((at.unwrap_or(0), why));
+    let Some(Whole { file, keys, lacks_sections }) = whole(text, &mut tell) else {
+        let wrong = shown(&places, text, found);
+        return (Setup { places, ..Setup::default() }, wrong);
+    };
+    let place = |at: usize| Place::of(text, at);
+    places.keys = keys.into_iter().map(|(key, at)| (key, place(at))).collect();
     let first = file.first_worker.map(|section| sections("first-worker", vec![section], &mut tell));
-    let setup = Setup {
+    let mut setup = Setup {
         control: file.control,
         control_access: SocketAccess {
             owner: file.control_owner,
@@ -195,23 +211,67 @@ pub(super) fn parse(path: &std::path::Path, text: &str) -> Result<Setup, Vec<Str
     let workers = sections("worker", file.worker, &mut tell);
     let exports = sections("export", file.export, &mut tell);
     let attach = sections("attach", file.attach, &mut tell);
-    if !wrong.is_empty() {
-        return Err(wrong);
+    let all = |starts: &[usize]| starts.iter().map(|at| place(*at)).collect();
+    places.disks = all(&disks.starts);
+    places.nets = all(&nets.starts);
+    places.exports = all(&exports.starts);
+    places.attach = all(&attach.starts);
+    places.unfinished = exports.unfinished;
+    places.lacks_names = lacks_sections || disks.lost || nets.lost || workers.lost || exports.lost;
+    let wrong = shown(&places, text, found);
+    setup = Setup { disks: disks.items, nets: nets.items, workers: workers.items, ..setup };
+    (Setup { exports: exports.items, attach: attach.items, places, ..setup }, wrong)
+}
+
+/// Returns messages with their places, in the order of the file.
+fn shown(places: &Places, text: &str, mut found: Vec<(usize, String)>) -> Vec<String> {
+    found.sort_by_key(|(at, _)| *at);
+    found.into_iter().map(|(at, why)| places.at(Place::of(text, at)) + &why).collect()
+}
+
+/// The keys of a file outside of sections, and its sections unread.
+struct Whole {
+    file: File,
+    /// The keys and the bytes where they are.
+    keys: BTreeMap<String, usize>,
+    /// Whether sections are left out, because their name is wrong.
+    lacks_sections: bool,
+}
+
+/// Reads a file without its sections. A key that is wrong is told and left out. None: the text is
+/// not TOML, or has too many errors.
+fn whole(text: &str, tell: &mut impl FnMut(Wrong)) -> Option<Whole> {
+    let mut told = |e: &toml::de::Error, why: String| {
+        let at = e.span().map_or(0, |span| span.start);
+        tell(Wrong::at(at, why));
+        at
+    };
+    let (mut table, invalid) = DeTable::parse_recoverable(text);
+    if !invalid.is_empty() {
+        // The rest of a line may be taken for something else.
+        let mut lines = BTreeSet::new();
+        let start = |e: &toml::de::Error| Place::of(text, e.span().map_or(0, |span| span.start)).line;
+        for e in invalid.iter().filter(|e| lines.insert(start(e))).take(WRONG_MAX) {
+            told(e, e.message().to_owned());
+        }
+        return None;
     }
-    let place = |starts: Vec<usize>| starts.into_iter().map(|at| Place::of(text, at)).collect();
-    places.disks = place(disks.starts);
-    places.nets = place(nets.starts);
-    places.exports = place(exports.starts);
-    places.attach = place(attach.starts);
-    Ok(Setup {
-        disks: disks.items,
-        nets: nets.items,
-        workers: workers.items,
-        exports: exports.items,
-        attach: attach.items,
-        places,
-        ..setup
-    })
+    let keys = table.get_ref().keys().map(|key| (key.get_ref().to_string(), key.span().start)).collect();
+    let mut lacks_sections = false;
+    for _ in 0..WRONG_MAX {
+        let e = match File::deserialize(toml::de::Deserializer::from(table.clone())) {
+            Ok(file) => return Some(Whole { file, keys, lacks_sections }),
+            Err(e) => e,
+        };
+        let at = told(&e, reword(e.message()));
+        let is_wrong = |key: &Range<usize>, value: &Range<usize>| key.contains(&at) || value.contains(&at);
+        let mut entries = table.get_ref().iter();
+        let (key, value) = entries.find(|(key, value)| is_wrong(&key.span(), &value.span()))?;
+        lacks_sections |= matches!(value.get_ref(), DeValue::Table(_) | DeValue::Array(_));
+        let key = key.clone();
+        table.get_mut().remove(&key);
+    }
+    None
 }
 
 /// Says what serde says about a whole file as flags say it.
@@ -263,22 +323,44 @@ impl de::Error for Wrong {
 struct Sections<T> {
     items: Vec<T>,
     starts: Vec<usize>,
+    /// The indices of items that are not complete, because something is wrong with them.
+    unfinished: BTreeSet<usize>,
+    /// Whether a section is left out, because it has no name.
+    lost: bool,
 }
 
 /// Reads all sections of a kind. `tell` gets what is wrong with each.
 fn sections<T: Spec>(kind: &str, tables: Vec<Section>, tell: &mut impl FnMut(Wrong)) -> Sections<T> {
-    let mut out = Sections { items: Vec::new(), starts: Vec::new() };
+    let mut out =
+        Sections { items: Vec::new(), starts: Vec::new(), unfinished: BTreeSet::new(), lost: false };
     for (index, table) in tables.into_iter().enumerate() {
-        out.starts.push(table.span().start);
-        match section(kind, index, table) {
+        let start = table.span().start;
+        match section(kind, index, table, tell) {
             Ok(item) => out.items.push(item),
-            Err(wrong) => tell(wrong),
+            Err(Some(item)) => {
+                out.unfinished.insert(out.items.len());
+                out.items.push(item);
+            }
+            Err(None) => {
+                out.lost = true;
+                continue;
+            }
         }
+        out.starts.push(start);
     }
     out
 }
 
-fn section<T: Spec>(kind: &str, index: usize, table: Section) -> Result<T, Wrong> {
+/// Reads a section.
+///
+/// # Errors
+/// Something is wrong, and `tell` got all of it. The result is what other sections may refer to.
+fn section<T: Spec>(
+    kind: &str,
+    index: usize,
+    table: Section,
+    tell: &mut impl FnMut(Wrong),
+) -> Result<T, Option<T>> {
     let start = table.span().start;
     let mut entries: Vec<_> = table.into_inner().into_iter().collect();
     entries.sort_by_key(|(key, _)| key.span().start);
@@ -287,31 +369,50 @@ fn section<T: Spec>(kind: &str, index: usize, table: Section) -> Result<T, Wrong
         let (_, value) = texts.iter().find(|(key, _)| key.as_ref() == wanted)?;
         value.as_ref().as_str().map(str::to_owned)
     };
-    let name = match (kind, text("name").or_else(|| T::default_name(&|key| text(key)))) {
+    let named = text("name").or_else(|| T::default_name(&|key| text(key)));
+    let name = match (kind, &named) {
         ("first-worker", _) => kind.to_owned(),
         (_, Some(name)) => format!("{kind} {name}"),
         (_, None) => format!("{kind} number {}", index + 1),
     };
-    let of_type = text("type");
-    let default = T::default_name(&|key| text(key)).filter(|_| text("name").is_none());
-    let listed = |key: &str| T::is_key_of(of_type.as_deref(), key);
-    let places: Vec<_> = entries.iter().map(|(key, _)| (key.as_ref().clone(), key.span().start)).collect();
-    if let Some(name) = default {
-        entries
-            .push((Spanned::new(start..start, "name".to_owned()), Spanned::new(start..start, name.into())));
+    for (key, value) in [("name", named.clone()), ("type", T::default_type(&|key| text(key)))] {
+        if let Some(value) = value.filter(|_| !texts.iter().any(|(given, _)| given.as_ref() == key)) {
+            entries
+                .push((Spanned::new(start..start, key.to_owned()), Spanned::new(start..start, value.into())));
+        }
     }
-    let keys = Keys { rest: entries.into_iter(), value: None, keys: &[], listed: &listed };
-    let item = T::deserialize(keys)
-        .map_err(|Wrong { at, why }| Wrong::at(at.unwrap_or(start), format!("{name}: {why}")))?;
-    item.check().map_err(|e| {
-        let why = e.to_string();
-        // The message names a key as flags do.
-        let is_named =
-            |key: &str| why.split([' ', ':', ',']).any(|word| word.starts_with(&format!("{key}=")));
-        let named = places.iter().find(|(key, _)| is_named(key));
-        Wrong::at(named.map_or(start, |(_, at)| *at), why)
-    })?;
-    Ok(item)
+    let unfinished = || named.and_then(|name| T::unfinished(name, &|key| text(key)));
+    let of_type = text("type");
+    let listed = |key: &str| T::is_key_of(of_type.as_deref(), key);
+    let mut found = 0;
+    let item = loop {
+        let keys = Keys { rest: entries.clone().into_iter(), value: None, keys: &[], listed: &listed };
+        let Wrong { at, why } = match T::deserialize(keys) {
+            Ok(item) if found == 0 => break item,
+            Ok(_) => return Err(unfinished()),
+            Err(wrong) => wrong,
+        };
+        let is_wrong = |(key, value): &(Spanned<String>, Spanned<Value>)| {
+            at == Some(key.span().start) || at == Some(value.span().start)
+        };
+        let culprit = entries.iter().position(is_wrong);
+        // A key that is missing may be one of those that are wrong.
+        if culprit.is_some() || found == 0 {
+            tell(Wrong::at(at.unwrap_or(start), format!("{name}: {why}")));
+        }
+        found += 1;
+        match culprit.filter(|_| found < WRONG_MAX) {
+            Some(culprit) => drop(entries.remove(culprit)),
+            None => return Err(unfinished()),
+        }
+    };
+    let Err(e) = item.check() else { return Ok(item) };
+    let why = e.to_string();
+    // The message names a key as flags do.
+    let is_named = |key: &str| why.split([' ', ':', ',']).any(|word| word.starts_with(&format!("{key}=")));
+    let named = texts.iter().find(|(key, _)| is_named(key.as_ref()));
+    tell(Wrong::at(named.map_or(start, |(key, _)| key.span().start), why));
+    Err(unfinished())
 }
 
 /// The keys and values of a section.

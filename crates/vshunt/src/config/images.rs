@@ -99,7 +99,8 @@ fn disk(setup: &mut Setup, image: &Path, readonly: bool) -> Outcome<DiskSpec> {
     Ok(DiskSpec {
         name,
         format: Some(format),
-        file: Some(image.to_owned()),
+        // Other commands have another working directory.
+        file: Some(std::path::absolute(image).unwrap_or_else(|_| image.to_owned())),
         readonly: readonly || refused.is_some(),
         locking: true,
         ..DiskSpec::default()
@@ -116,7 +117,7 @@ fn free_name(setup: &Setup, name: &str) -> String {
 }
 
 /// Returns the first of `name`, `name-2`, `name-3`, … that is free.
-fn numbered(name: &str, is_free: impl Fn(&str) -> bool) -> String {
+pub(crate) fn numbered(name: &str, is_free: impl Fn(&str) -> bool) -> String {
     let later = (2u64..).map(|number| format!("{name}-{number}"));
     std::iter::once(name.to_owned()).chain(later).find(|name| is_free(name)).unwrap_or_default()
 }

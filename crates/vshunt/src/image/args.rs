@@ -15,6 +15,7 @@ use self::modify::{AMEND_AFTER, DD_AFTER, REBASE_AFTER};
 pub(crate) use self::modify::{AmendArgs, DdArgs, RebaseArgs, amend_options};
 use super::ImageFormat;
 use crate::keyval::{self, parse_size};
+use crate::values::{SizeChange, size_change};
 
 pub(crate) const AFTER: &str = "\
 Exit status:
@@ -228,8 +229,8 @@ pub(crate) struct CreateArgs {
     pub(super) options: Vec<String>,
     /// The image
     pub(super) file: PathBuf,
-    #[arg(value_parser = size, help = concat!("Size of the disk in bytes, or with ", keyval::size_units!(),
-        " [default: that of the backing file]"))]
+    #[arg(value_parser = size, help = concat!("Size of the disk in bytes, or with ", keyval::size_units!(), " (",
+        keyval::size_rule!(), ") [default: that of the backing file]"))]
     pub(super) size: Option<u64>,
 }
 
@@ -308,22 +309,6 @@ pub(crate) struct CheckArgs {
     pub(super) file: PathBuf,
 }
 
-/// A size that may be relative: `+1G`, `-512M`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Change {
-    To(u64),
-    By(u64),
-    Less(u64),
-}
-
-fn change(text: &str) -> Result<Change, String> {
-    match (text.strip_prefix('+'), text.strip_prefix('-')) {
-        (Some(more), _) => size(more).map(Change::By),
-        (_, Some(less)) => size(less).map(Change::Less),
-        _ => size(text).map(Change::To),
-    }
-}
-
 /// How much of the disk is allocated in advance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -351,9 +336,10 @@ pub(crate) struct ResizeArgs {
     pub(super) preallocation: Option<Mode>,
     /// The image
     pub(super) file: PathBuf,
-    #[arg(value_name = "[+|-]SIZE", value_parser = change, allow_hyphen_values = true,
-        help = concat!("New size in bytes, or with ", keyval::size_units!(), "; with + or - a change of the size"))]
-    pub(super) size: Change,
+    #[arg(value_name = "[+|-]SIZE", value_parser = size_change, allow_hyphen_values = true,
+        help = concat!("New size in bytes, or with ", keyval::size_units!(), " (", keyval::size_rule!(),
+            "); with + or - a change of the size"))]
+    pub(super) size: SizeChange,
 }
 
 #[derive(Debug, Args)]

@@ -8,7 +8,7 @@ use qcow2::{Image, Storage};
 use vshunt_block::Disk;
 use vshunt_types::spec::{Cache, DiskSpec, Format};
 
-use super::args::{Change, Mode, ResizeArgs};
+use super::args::{Mode, ResizeArgs};
 use super::create::{backing_size, fill};
 use super::file::{For, ImageFile};
 use super::info::beside;
@@ -24,7 +24,7 @@ pub(super) fn run(args: &ResizeArgs, quiet: bool) -> Outcome {
         ImageFormat::Raw => file.len().map_err(io)?,
         ImageFormat::Qcow2 => Image::open(&file).map_err(|e| failed(path, &e))?.header().size,
     };
-    let size = wanted(args.size, old).ok_or_else(|| {
+    let size = args.size.of(old).ok_or_else(|| {
         Failure::Failed(format!("{} has {old} bytes, which cannot be changed by that much", path.display()))
     })?;
     let size = size.checked_next_multiple_of(512).unwrap_or(u64::MAX);
@@ -43,14 +43,6 @@ pub(super) fn run(args: &ResizeArgs, quiet: bool) -> Outcome {
         ImageFormat::Qcow2 => qcow2(path, &file, size, mode, quiet)?,
     }
     if quiet { Ok(()) } else { print("Image resized.\n") }
-}
-
-fn wanted(change: Change, old: u64) -> Option<u64> {
-    match change {
-        Change::To(size) => Some(size),
-        Change::By(more) => old.checked_add(more),
-        Change::Less(less) => old.checked_sub(less),
-    }
 }
 
 fn raw(path: &Path, file: &ImageFile, (old, size): (u64, u64), mode: Mode, quiet: bool) -> Outcome {

@@ -67,7 +67,10 @@ worker = 0
 "#;
 
 fn read(text: &str) -> Result<Setup, Vec<String>> {
-    parse(Path::new("f.toml"), text)
+    match parse(Path::new("f.toml"), text) {
+        (setup, wrong) if wrong.is_empty() => Ok(setup),
+        (_, wrong) => Err(wrong),
+    }
 }
 
 /// All that is wrong with a file.
@@ -138,7 +141,7 @@ fn what_is_wrong_has_its_place_and_its_name() {
         ),
         ("[[worker]]\ncpu = \"x\"", "2:7: worker number 1: key `cpu`: `x`"),
         ("[[worker]]\nnice = 99", "1:1: nice 99 is out of range"),
-        ("[[export]]\nname = \"e\"\ndisk = \"d\"", "1:1: export e: key `type` is missing"),
+        ("[[export]]\nname = \"e\"", "1:1: export e: key `type` is missing"),
         (
             "[[export]]\nname = \"e\"\nworkers = \"x\"",
             "3:11: export e: key `workers`: wants default, per-queue",
@@ -199,6 +202,29 @@ fn all_sections_are_read_before_it_ends() {
     let why = wrong("[[disk]]\nfil = 1\n[[disk]]\nname = \"d\"\nx = 1\n[[worker]]\nnice = \"y\"\n");
     let places: Vec<_> = why.iter().map(|why| why.split(": ").next().unwrap()).collect();
     assert_eq!(places, ["f.toml:2:1", "f.toml:5:1", "f.toml:7:8"]);
+}
+
+#[test]
+fn all_errors_of_a_section_and_of_the_file_are_told_at_once() {
+    let text = "disks = 1\npoll-us = \"x\"\n[[disk]]\nname = \"d\"\nsize = \"1X\"\nfil = 1\ncache = \"no\"\n\
+                [net]\n[[export]]\nname = \"e\"\ndisk = \"d\"\nqueues = \"y\"\n";
+    let why = wrong(text);
+    let places: Vec<_> = why.iter().map(|why| why.split(": ").next().unwrap()).collect();
+    let want = ["1:1", "2:11", "5:8", "6:1", "7:9", "8:1", "12:10"].map(|place| format!("f.toml:{place}"));
+    assert_eq!(places, want, "{why:?}");
+    // What others refer to is known, so they are checked.
+    let (setup, wrong) =
+        parse(Path::new("f"), "[[disk]]\nname = \"d\"\nsize = \"1X\"\n[[export]]\ndisk = \"d\"\nqueues = 0");
+    assert_eq!((setup.disks.len(), setup.exports.len(), wrong.len()), (1, 1, 2), "{wrong:?}");
+    assert!(setup.places.unfinished.contains(&0) && !setup.places.lacks_names);
+    // Their number has a bound.
+    let many: String = (0..1000).map(|n| format!("k{n} = 1\n")).collect();
+    assert_eq!(wrong_of(&many), WRONG_MAX);
+    assert_eq!(wrong_of(&format!("[[disk]]\n{many}")), WRONG_MAX);
+}
+
+fn wrong_of(text: &str) -> usize {
+    wrong(text).len()
 }
 
 #[test]
