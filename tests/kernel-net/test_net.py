@@ -35,7 +35,7 @@ serve() {{
 }}
 
 over() {{
-    vshunt -c /tmp/ctl quit
+    vshunt -c /tmp/ctl quit --force
     wait $daemon
     cat /tmp/log
     result "net: nothing of the tap is left" [ ! -e /sys/class/net/vs0 ]

@@ -15,7 +15,7 @@ serve() {
     up
 }
 # A result runs in a shell of its own, whose children are others.
-quit() { vshunt quit "$@" && while kill -0 $pid 2>/dev/null && ! grep -q "^State:.*Z" /proc/$pid/status; do sleep 0.1; done; }
+quit() { vshunt quit --force "$@" && while kill -0 $pid 2>/dev/null && ! grep -q "^State:.*Z" /proc/$pid/status; do sleep 0.1; done; }
 load() { vshunt-bench blk --socket /tmp/s --quiet "$@"; }
 # told LIST KEY: the values of a key in a list, in its order.
 told() { vshunt qmp query-$1 | sed -n "s/^ *\\"$2\\": *\\"\\{0,1\\}\\([^\\",]*\\).*/\\1/p" | tr '\\n' ' '; }

@@ -48,7 +48,7 @@ class Switch:
         r.wait_for(f"guest {guest}", running)
 
     def end(self):
-        self.daemon.cli("quit")
+        self.daemon.cli("quit", "--force")
         r.require(self.daemon.child.wait() == 0, self.daemon.child.tail())
         r.require("panicked" not in self.daemon.child.output(), self.daemon.child.tail())
 

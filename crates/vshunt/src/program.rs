@@ -97,5 +97,8 @@ fn run<P: Program>(args: &[OsString]) -> Outcome {
     setup.metrics = common.metrics;
     setup.sandbox = common.sandbox.with_defaults(SandboxArgs::default())?;
     let ends_with = common.fd.map(|_| P::NAME.to_owned());
-    serve(setup, &ServeOptions { program: P::PROGRAM, log: common.log, ends_with })
+    serve(
+        setup,
+        &ServeOptions { program: P::PROGRAM, log: common.log, ends_with, if_running: |_| String::new() },
+    )
 }

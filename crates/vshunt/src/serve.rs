@@ -28,10 +28,10 @@
 mod activation;
 mod confine;
 pub(crate) mod log;
-mod paste;
+pub(crate) mod paste;
 mod signals;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
@@ -61,6 +61,9 @@ pub(crate) struct ServeOptions {
     pub(crate) log: LogArgs,
     /// The daemon ends when this export has been deleted, because its only connection has ended.
     pub(crate) ends_with: Option<String>,
+    /// Returns the remedy for images without keys if another daemon answers at the default control
+    /// socket. It is appended to the error.
+    pub(crate) if_running: fn(&Setup) -> String,
 }
 
 /// Serves `setup` until a signal, `quit` or the end of the export [`ServeOptions::ends_with`].
@@ -79,7 +82,7 @@ pub(crate) fn serve(setup: Setup, options: &ServeOptions) -> Outcome {
     // them, its successor would find them in use.
     let _receivers = vhost_user::start_receivers(setup.sandbox.mode.unwrap_or_default())?;
     let mut inherited = activation::take()?;
-    let sockets = Sockets::bind(&setup, &mut inherited)?;
+    let sockets = Sockets::bind(&setup, &mut inherited, options)?;
     // The sandbox opens images and mountpoints by their paths. A dead mount would hide them.
     let mountpoints = setup.exports.iter().filter_map(|export| export.mountpoint.as_deref());
     Daemon::take_over(mountpoints, &setup.disks)?;
@@ -148,8 +151,8 @@ struct Sockets {
 }
 
 impl Sockets {
-    fn bind(setup: &Setup, inherited: &mut Vec<Inherited>) -> Outcome<Self> {
-        let control = control_socket(setup, inherited)?;
+    fn bind(setup: &Setup, inherited: &mut Vec<Inherited>, options: &ServeOptions) -> Outcome<Self> {
+        let control = control_socket(setup, inherited, options)?;
         let passed = activation::take_metrics(inherited);
         let metrics_passed = passed.is_some();
         let metrics = match (passed, &setup.metrics) {
@@ -338,7 +341,11 @@ fn bind_events(daemon: &Daemon, server: &Server, stop: Sender<Stop>, ends_with: 
     }));
 }
 
-fn control_socket(setup: &Setup, inherited: &mut Vec<Inherited>) -> Outcome<Option<ControlSocket>> {
+fn control_socket(
+    setup: &Setup,
+    inherited: &mut Vec<Inherited>,
+    options: &ServeOptions,
+) -> Outcome<Option<ControlSocket>> {
     let path = match &setup.control {
         Control::Off => return Ok(None),
         Control::At(path) => Some(path.clone()),
@@ -360,7 +367,7 @@ fn control_socket(setup: &Setup, inherited: &mut Vec<Inherited>) -> Outcome<Opti
             Ok(None)
         }
         Some(Err(e)) if e.kind() == Kind::Busy && setup.control == Control::Default => {
-            Err(Failure::Failed(format!("{e}{}", to_the_running_one(setup))))
+            Err(Failure::Failed(format!("{e}{}", (options.if_running)(setup))))
         }
         Some(Err(e)) => Err(e.into()),
         None if setup.control == Control::IfFree => Ok(None),
@@ -370,21 +377,6 @@ fn control_socket(setup: &Setup, inherited: &mut Vec<Inherited>) -> Outcome<Opti
                 .into(),
         )),
     }
-}
-
-/// Returns the remedy if another daemon runs: the commands by which it serves the images, too.
-/// Empty if no image was given without keys.
-fn to_the_running_one(setup: &Setup) -> String {
-    let mut text = String::new();
-    for export in setup.exports.iter().filter(|export| setup.images.contains(&export.name)) {
-        let disk = setup.disks.iter().find(|disk| disk.name == export.disk);
-        let (Some(disk), Some(socket)) = (disk, &export.socket) else { continue };
-        let file = disk.file.as_deref().map(|file| std::path::absolute(file).unwrap_or_else(|_| file.into()));
-        let commands = paste::commands(disk, &file.unwrap_or_default(), socket);
-        text.push_str(if text.is_empty() { ". To let that one serve the image, too:" } else { "" });
-        text.push_str(&commands);
-    }
-    text
 }
 
 /// A pidfile that is removed when the daemon ends. Errands write and remove it, so that no thread
@@ -399,7 +391,7 @@ impl Pidfile {
     }
 }
 
-fn write_pid(path: &Path) -> std::io::Result<()> {
+fn write_pid(path: &std::path::Path) -> std::io::Result<()> {
     std::fs::write(path, format!("{}\n", std::process::id()))
 }
 

@@ -112,7 +112,7 @@ fn usage_is_2_and_names_the_key() {
             &["serve", "--disk", "name=d,fil=x"],
             "unknown key `fil` (did you mean `file`?); the keys are name, format, file",
         ),
-        (&["serve", "--export", "name=e,disk=d"], "key `type` is missing"),
+        (&["serve", "--export", "name=e"], "key `type` is missing"),
         (&["serve", "--no-control"], "nothing to do"),
         (&["serve", "--no-control", "--control", "/x"], "cannot be used with"),
         (&["-c", "/x", "attach", "vm0:3-2", "2"], "write EXPORT:INDEX"),
@@ -212,6 +212,11 @@ fn a_daemon_is_set_up_asked_and_ended() {
     assert!(daemon.fails(1, &["resize", "d1", "1G"]).contains("--shrink"));
     daemon.ok(&["resize", "--shrink", "d1", "1G"]);
     assert_eq!(daemon.json(&["disk", "list", "--json"])[1]["size-bytes"], 1u64 << 30);
+    daemon.ok(&["resize", "d1", "+64M"]);
+    assert!(daemon.fails(1, &["resize", "d1", "-64M"]).contains("--shrink"));
+    daemon.ok(&["resize", "d1", "-64M", "--shrink"]);
+    assert_eq!(daemon.json(&["disk", "list", "--json"])[1]["size-bytes"], 1u64 << 30);
+    assert!(daemon.fails(1, &["resize", "d1", "-2G", "--shrink"]).contains("cannot be changed by that much"));
     daemon.ok(&["export", "remove", "vm1", "--force"]);
     daemon.ok(&["disk", "remove", "d1"]);
 
@@ -360,7 +365,7 @@ fn a_configuration_file_says_the_same() {
     let (code, _, err) = output(vshunt().arg("serve").arg("--config").arg(&config));
     assert!(code == 2 && err.contains("3:1: disk c0: unknown key `fil` (did you mean `file`?)"), "{err}");
     let (code, _, err) = output(vshunt().args(["serve", "--config", "/no/such.toml"]));
-    assert!(code == 1 && err.contains("/no/such.toml"), "{err}");
+    assert!(code == 2 && err.contains("/no/such.toml"), "{err}");
 }
 
 #[test]
@@ -587,7 +592,12 @@ fn a_front_end_that_cannot_be_told_any_more_is_no_warning() {
     disk.session().wire().tell(vshunt_guest::driver::Code::SetBackendReqFd, &[], &[fd]).unwrap();
     drop(ours);
     daemon.ok(&["resize", "d0", "2M"]);
-    daemon.ok(&["quit"]);
+    let refused = daemon.fails(1, &["quit"]);
+    assert!(
+        refused.contains("export e has a front end (VMM) connected") && refused.contains("--force"),
+        "{refused}"
+    );
+    assert_eq!(daemon.ok(&["quit", "--force"]), "disconnected: e\n");
     let (code, _, err) = daemon.end();
     assert_eq!((code, err.lines().count()), (0, 1), "{err}");
 }

@@ -63,6 +63,20 @@ fn verbose_lines_have_the_time_and_others_do_not() {
 }
 
 #[test]
+fn queues_that_are_attached_together_are_one_line() {
+    let own = ["-v", "--disk", "name=d1,format=null,size=1G", "--export", "disk=d1,socket=f.sock"];
+    let (daemon, dir) = start(&own, |_| {});
+    let id = daemon.ok(&["worker", "new"]);
+    daemon.ok(&["attach", "d1", id.trim()]);
+    daemon.ok(&["attach", "d1:3", "0"]);
+    let lines = ended((daemon, dir));
+    let moved: Vec<_> = lines.iter().filter_map(|line| line.split_once("info: queue")).collect();
+    let want = [format!("s d1:0-255 are on worker {}", id.trim()), " d1:3 is on worker 0".to_owned()];
+    assert_eq!(moved.iter().map(|(_, rest)| *rest).collect::<Vec<_>>(), want, "{lines:#?}");
+    assert!(!lines.iter().any(|line| line.contains("QUEUE_ATTACHED")), "{lines:#?}");
+}
+
+#[test]
 fn twice_verbose_shows_messages_and_commands_without_their_data() {
     let (daemon, dir) = start(&["-vv"], |_| {});
     use_disk(&daemon);

@@ -152,6 +152,45 @@ fn an_image_is_served_without_flags_and_status_finds_it() {
 }
 
 #[test]
+fn an_export_has_the_type_and_the_socket_that_serve_gives_it() {
+    let user = User::new();
+    let mut daemon = user.start(&["serve", "--disk", "name=d0,format=null,size=1G"]);
+    let socket = user.run().join("vshunt/d0.sock");
+    let (code, out, err) = user.output(&["export", "add", "disk=d0"]);
+    assert_eq!((code, out, err), (0, format!("{}\n", socket.display()), String::new()));
+    assert!(fs::metadata(&socket).unwrap().file_type().is_socket());
+    let (_, out, _) = user.output(&["export", "list"]);
+    assert!(out.contains("vhost-user-blk"), "{out}");
+    daemon.end();
+}
+
+#[test]
+fn an_image_that_is_served_already_is_named() {
+    let user = User::new();
+    user.file("disk.img", b"");
+    fs::create_dir(user.path("other")).unwrap();
+    user.file("other/disk.img", b"");
+    let mut daemon = user.start(&["serve", "disk.img"]);
+    let socket = user.run().join("vshunt/disk.sock");
+    let (code, _, err) = user.output(&["serve", "disk.img"]);
+    let want = format!(" already as disk disk on {}", socket.display());
+    assert!(code == 1 && err.contains(&want) && !err.contains("disk add"), "{err}");
+    // The commands for another one succeed as they are printed.
+    let (_, _, err) = user.output(&["serve", "other/disk.img"]);
+    let commands: Vec<Vec<&str>> = err
+        .lines()
+        .filter_map(|line| line.strip_prefix("  vshunt "))
+        .map(|line| line.split(' ').collect())
+        .collect();
+    assert_eq!(commands.len(), 2, "{err}");
+    for command in commands {
+        let (code, _, err) = user.output(&command);
+        assert_eq!(code, 0, "{command:?}: {err}");
+    }
+    daemon.end();
+}
+
+#[test]
 fn names_and_formats_follow_from_the_files() {
     let user = User::new();
     for (name, dir) in [("disk.img", ""), ("disk.raw", ""), ("my disk.img", "a/"), ("d0.img", "")] {

@@ -15,7 +15,8 @@ use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerKind, Wo
 
 use crate::config::args::{LogArgs, MOUNT, MOUNT_AFTER, MountArgs, SERVE, SERVE_AFTER, ServeArgs};
 use crate::values::{
-    Cpus, QueueNames, boxed_export, cpus, disk_size, nice, parse_queues, poll_us, spec, worker_name,
+    Cpus, QueueNames, SizeChange, boxed_export, cpus, disk_size_change, nice, parse_queues, poll_us, spec,
+    worker_name,
 };
 use crate::{doctor, image, keyval};
 
@@ -27,7 +28,8 @@ Exit status:
   0  success
   1  failure: the command was tried, and the daemon or the system refused it,
      or it failed. The message gives the reason
-  2  usage: the command line or the configuration file is wrong in itself.
+  2  usage: the command line or the configuration file is wrong in itself, or
+     a file that it names to be served or read as configuration is missing.
      Nothing was tried
   3  no daemon answers on the control socket
   `vshunt image check` and `convert` have codes of their own: see their --help
@@ -113,12 +115,16 @@ pub(crate) enum Command {
     ///
     /// After a disk has shrunk, requests of a guest beyond the new end fail, and the data there is
     /// lost.
-    #[command(after_long_help = "Examples:\n  vshunt resize d0 2G\n  vshunt resize --shrink d0 512M")]
+    #[command(
+        after_long_help = "Examples:\n  vshunt resize d0 2G\n  vshunt resize d0 +64M\n  vshunt resize --shrink d0 512M"
+    )]
     Resize {
         /// Name of the disk
         disk: String,
-        #[arg(value_parser = disk_size, help = concat!("New size in bytes, or with ", keyval::size_units!()))]
-        size: u64,
+        #[arg(value_name = "[+|-]SIZE", value_parser = disk_size_change, allow_hyphen_values = true,
+            help = concat!("New size in bytes, or with ", keyval::size_units!(), " (", keyval::size_rule!(),
+                "); with + or - a change of the size"))]
+        size: SizeChange,
         /// Allow a smaller size: the data beyond it is lost
         #[arg(long)]
         shrink: bool,
@@ -131,8 +137,12 @@ pub(crate) enum Command {
     #[command(after_long_help = jobs::COMMIT_AFTER)]
     Commit(jobs::CommitArgs),
     /// End the daemon; returns when everything is released
+    ///
+    /// It refuses while front ends (VMMs) are connected or mounted files are open, and names them.
+    /// SIGTERM ends the daemon without that question, as a service manager expects it.
     Quit {
-        /// End even if mounted files are open; their users get errors
+        /// End even if front ends are connected or mounted files are open. A guest whose VMM
+        /// reconnects waits for the next daemon; users of files get errors
         #[arg(long)]
         force: bool,
     },
@@ -413,7 +423,12 @@ Examples:
 #[derive(Debug, Subcommand)]
 pub(crate) enum ExportCommand {
     /// Export a disk or a network
+    ///
+    /// Without `type`, a disk is exported by vhost-user-blk and a network by vhost-user-net.
+    /// Without `socket`, it is NAME.sock in /run/vshunt, for users other than root in
+    /// $XDG_RUNTIME_DIR/vshunt, and its path is printed.
     #[command(after_long_help = "Keys:\n  Those of `vshunt serve --export`.\n\nExamples:\n  \
+        vshunt export add disk=d1\n  \
         vshunt export add type=vhost-user-blk,name=vm1,disk=d1,socket=/tmp/vm1.sock")]
     Add {
         /// The export

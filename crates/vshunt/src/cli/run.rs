@@ -1,12 +1,13 @@
 //! Runs the subcommands. `serve` runs here; the others send commands over the control socket.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 use vshunt_daemon::check_one_place;
 use vshunt_types::spec::{
-    DiskInfo, DiskSpec, ExportInfo, ExportSpec, JobInfo, NetAddress, NetInfo, QueueInfo, WorkerInfo,
+    DiskInfo, DiskSpec, ExportInfo, ExportKind, ExportSpec, JobInfo, NetAddress, NetInfo, QueueInfo,
+    WorkerInfo,
 };
 
 use super::args::config::ConfigCommand;
@@ -16,28 +17,31 @@ use super::args::{
 use super::call::{absolute, call, connect, list, print_json, query, send, to_value};
 use super::client::Client;
 use super::passing::{self, Wanted};
-use super::{jobs, pages, show, snapshot};
+use super::{jobs, pages, quit, running, show, snapshot};
 use crate::image::{self, summary};
 use crate::outcome::{Failure, Outcome, print};
 use crate::serve::{ServeOptions, serve};
-use crate::values::QueueNames;
-use crate::{config, doctor};
-
-/// The time limit of `quit` for the end of the daemon.
-const QUIT_TIME: Duration = Duration::from_secs(60);
+use crate::values::{QueueNames, SizeChange};
+use crate::{config, doctor, run_folder};
 
 pub(super) fn run(cli: Cli) -> Outcome {
     let control = cli.control;
     let connect = || connect(control.as_ref());
     match cli.command {
         Command::Serve(args) => {
-            let options = ServeOptions { program: "vshunt", log: cli.log, ends_with: None };
+            let options = ServeOptions {
+                program: "vshunt",
+                log: cli.log,
+                ends_with: None,
+                if_running: running::remedy,
+            };
             serve(config::setup(control, *args)?, &options)
         }
         Command::Mount(args) => {
             let setup = config::mount(control, *args)?;
             let ends_with = setup.images.first().cloned();
-            serve(setup, &ServeOptions { program: "vshunt", log: cli.log, ends_with })
+            let if_running = |_: &config::Setup| String::new();
+            serve(setup, &ServeOptions { program: "vshunt", log: cli.log, ends_with, if_running })
         }
         Command::Status(args) => status(&mut connect()?, args),
         Command::Config(ConfigCommand::Check { file }) => config::check::file(&file),
@@ -54,7 +58,7 @@ pub(super) fn run(cli: Cli) -> Outcome {
         Command::Resize { disk, size, shrink } => resize(&mut connect()?, &disk, size, shrink),
         Command::Commit(args) => jobs::commit(&mut connect()?, args, cli.log.quiet),
         Command::Snapshot(args) => snapshot::run(&mut connect()?, args),
-        Command::Quit { force } => quit(connect()?, force),
+        Command::Quit { force } => quit::run(connect()?, force),
         Command::Qmp { command, arguments } => {
             let arguments = parse_arguments(arguments.as_deref())?;
             print_json(&connect()?.execute(&command, arguments)?)
@@ -66,15 +70,18 @@ pub(super) fn run(cli: Cli) -> Outcome {
 }
 
 /// Resizes a disk. A smaller size requires a flag, so that a typing error does not destroy data.
-fn resize(client: &mut Client, disk: &str, size: u64, shrink: bool) -> Outcome {
+fn resize(client: &mut Client, disk: &str, change: SizeChange, shrink: bool) -> Outcome {
     let disks: Vec<DiskInfo> = call(client, "query-disks", json!({}))?;
-    if let Some(info) = disks.iter().find(|d| d.spec.name == disk)
-        && size < info.size_bytes
-        && !shrink
-    {
+    let old = disks.iter().find(|d| d.spec.name == disk).map(|info| info.size_bytes);
+    let Some(old) = old else {
+        return Err(Failure::Failed(format!("there is no disk {disk}; see `vshunt disk list`")));
+    };
+    let Some(size) = change.of(old) else {
+        return Err(Failure::Failed(format!("{disk} has {old} bytes, which cannot be changed by that much")));
+    };
+    if size < old && !shrink {
         return Err(Failure::Failed(format!(
-            "this would cut {disk} from {} to {size} bytes and lose what lies beyond; give --shrink if you mean it",
-            info.size_bytes
+            "this would cut {disk} from {old} to {size} bytes and lose what lies beyond; give --shrink if you mean it"
         )));
     }
     send(client, "block_resize", json!({ "node-name": disk, "size": size }))
@@ -184,15 +191,14 @@ fn attach(client: &mut Client, args: AttachArgs) -> Outcome {
         (first, last) if first == last => format!("{export}:{first} is"),
         (first, last) => format!("{export}:{first}-{last} are"),
     };
-    for index in indices {
-        let arguments = json!({
-            "export": export,
-            "index": index,
-            "worker": worker,
-            "timeout-ms": u64::try_from(args.timeout.as_millis()).unwrap_or(u64::MAX),
-        });
-        send(client, "queue-attach", arguments)?;
-    }
+    let arguments = json!({
+        "export": export,
+        "index": indices.start(),
+        "last": indices.end(),
+        "worker": worker,
+        "timeout-ms": u64::try_from(args.timeout.as_millis()).unwrap_or(u64::MAX),
+    });
+    send(client, "queue-attach", arguments)?;
     print(&format!("{named} on worker {worker}\n"))
 }
 
@@ -233,9 +239,21 @@ fn net(client: &mut Client, command: NetCommand) -> Outcome {
     }
 }
 
+/// Returns the socket for an export without a place, as `vshunt serve FILE` chooses it. None: the
+/// export has a place, or has no socket.
+fn default_socket(export: &ExportSpec) -> Outcome<Option<PathBuf>> {
+    let is_vhost_user = matches!(export.kind, ExportKind::VhostUserBlk | ExportKind::VhostUserNet);
+    if !is_vhost_user || export.socket.is_some() || export.fd.is_some() {
+        return Ok(None);
+    }
+    Ok(Some(run_folder::make("give socket=PATH")?.join(format!("{}.sock", export.name))))
+}
+
 fn export(client: &mut Client, command: ExportCommand, quiet: bool) -> Outcome {
     match command {
-        ExportCommand::Add { export } => {
+        ExportCommand::Add { mut export } => {
+            let made = default_socket(&export)?;
+            export.socket = export.socket.or(made.clone());
             check_one_place(&export).map_err(|e| Failure::Usage(e.to_string()))?;
             let (socket, mountpoint) = (export.socket.clone(), export.mountpoint.clone());
             let (socket, mountpoint) = (absolute(socket)?, absolute(mountpoint)?);
@@ -243,7 +261,9 @@ fn export(client: &mut Client, command: ExportCommand, quiet: bool) -> Outcome {
             let value = to_value(&export)?;
             let places = [&export.socket, &export.mountpoint].into_iter().flatten();
             let wanted = places.flat_map(|path| Wanted::folder_of(path)).collect();
-            passing::with(client, |_| Ok(wanted), &[], |client| send(client, "export-add", value))
+            passing::with(client, |_| Ok(wanted), &[], |client| send(client, "export-add", value))?;
+            // The path is the answer of the command; a script may need it.
+            made.map_or(Ok(()), |socket| print(&format!("{}\n", socket.display())))
         }
         ExportCommand::Remove { name, force } => {
             let told: Value = call(client, "export-remove", json!({ "name": name, "force": force }))?;
@@ -261,23 +281,5 @@ fn export(client: &mut Client, command: ExportCommand, quiet: bool) -> Outcome {
             Ok(())
         }
         ExportCommand::List(args) => list(client, "query-exports", args, show::exports),
-    }
-}
-
-fn quit(mut client: Client, force: bool) -> Outcome {
-    let exports: Vec<ExportInfo> = call(&mut client, "query-exports", json!({}))?;
-    let open = exports.iter().find(|e| e.mount.as_ref().is_some_and(|m| m.open_files > 0));
-    if let Some(export) = open.filter(|_| !force) {
-        let at = export.spec.mountpoint.as_ref().map(|p| p.display().to_string()).unwrap_or_default();
-        return Err(Failure::Failed(format!(
-            "export {} is in use (fuser -v {at} names its users, loop devices do not show there: losetup -j {at}); \
-             close it first, or give --force and they lose it",
-            export.spec.name
-        )));
-    }
-    client.execute("quit", Map::new())?;
-    match client.wait_closed(QUIT_TIME) {
-        true => Ok(()),
-        false => Err(Failure::Failed("the daemon was told to quit and has not ended yet".into())),
     }
 }

@@ -48,7 +48,11 @@ fn job_ended(job: &JobInfo) -> (&'static str, Value) {
 /// Returns the line for an event of the daemon, and logs it.
 pub(crate) fn line(event: &Event) -> String {
     let (name, data) = name_and_data(event);
-    tracing::info!("{name} {data}");
+    match event {
+        // `queue-attach` writes one line for all of its queues.
+        Event::QueueAttached { .. } => tracing::debug!("{name} {data}"),
+        _ => tracing::info!("{name} {data}"),
+    }
     message::event(name, data)
 }
 

@@ -5,8 +5,10 @@
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
+use rustix::process::geteuid;
 use vshunt_types::spec::{DiskSpec, ExportKind, ExportSpec, Format};
 
 use crate::config::Setup;
@@ -17,6 +19,10 @@ const DISKS_MAX: usize = 16;
 const CPUS_MAX: usize = 4;
 /// Memory of the guest in the lines.
 const MEMORY: &str = "4G";
+/// A group of libvirt's QEMU on all distributions: it may use /dev/kvm.
+const GROUP: &str = "kvm";
+/// A folder for sockets of that group.
+const GROUP_FOLDER: &str = "/run/vshunt-kvm";
 
 /// Returns the text for stdout. Empty if no image was given without keys.
 pub(super) fn text(setup: &Setup, quiet: bool) -> String {
@@ -27,19 +33,22 @@ pub(super) fn text(setup: &Setup, quiet: bool) -> String {
         let _ = writeln!(text, "{}", path.display());
     }
     let disks: Vec<_> = of_images().filter(|export| export.kind == ExportKind::VhostUserBlk).collect();
-    if !quiet && !disks.is_empty() {
+    if !quiet && let Some(first) = disks.first() {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from).min(CPUS_MAX);
-        text.push_str(&lines(&disks, cpus));
+        let disk = setup.disks.iter().find(|disk| disk.name == first.disk).zip(first.socket.as_ref());
+        let access = disk.map(|(disk, socket)| access(disk, socket, geteuid().is_root()));
+        text.push_str(&lines(&disks, cpus, &access.unwrap_or_default()));
     }
     text
 }
 
 /// Returns the lines for all VMMs. The guest has as many virtual CPUs as each disk has queues.
-fn lines(disks: &[&ExportSpec], cpus: usize) -> String {
+/// `access`: the lines of [`access`].
+fn lines(disks: &[&ExportSpec], cpus: usize, access: &str) -> String {
     let sockets: Vec<&Path> = disks.iter().filter_map(|disk| disk.socket.as_deref()).collect();
     let (shown, more) = sockets.split_at(sockets.len().min(DISKS_MAX));
     let mut text =
-        format!("{}\n{}\n{}", qemu(shown, cpus), libvirt(shown, cpus), cloud_hypervisor(shown, cpus));
+        format!("{}\n{}{access}\n{}", qemu(shown, cpus), libvirt(shown, cpus), cloud_hypervisor(shown, cpus));
     if !more.is_empty() {
         let _ = writeln!(
             text,
@@ -51,18 +60,50 @@ fn lines(disks: &[&ExportSpec], cpus: usize) -> String {
 }
 
 /// Returns the commands by which a running daemon serves an image, each on a line of its own.
-pub(super) fn commands(disk: &DiskSpec, file: &Path, socket: &Path) -> String {
+pub(crate) fn commands(disk: &DiskSpec, file: &Path, socket: &Path) -> String {
+    let [disk, export] = keys(disk, file, socket);
+    format!("\n  vshunt disk add {}\n  vshunt export add {}", quoted(&disk), quoted(&export))
+}
+
+/// Returns the keys of a disk and of its export.
+fn keys(disk: &DiskSpec, file: &Path, socket: &Path) -> [String; 2] {
     // In a list of keys, a comma is written twice.
     let value = |path: &Path| path.display().to_string().replace(',', ",,");
     let name = &disk.name;
     let format = if disk.format() == Format::Qcow2 { ",format=qcow2" } else { "" };
     let readonly = if disk.readonly { ",readonly=on" } else { "" };
-    let keys = [
-        ("disk", format!("name={name},file={}{format}{readonly}", value(file))),
-        ("export", format!("type=vhost-user-blk,name={name},disk={name},socket={}", value(socket))),
-    ];
-    let line = |(what, keys): &(&str, String)| format!("\n  vshunt {what} add {}", quoted(keys));
-    keys.iter().map(line).collect()
+    [
+        format!("name={name},file={}{format}{readonly}", value(file)),
+        format!("type=vhost-user-blk,name={name},disk={name},socket={}", value(socket)),
+    ]
+}
+
+/// Returns the lines after those for libvirt: how its QEMU gets access to a socket. The socket is
+/// for the user of the daemon only, and libvirt's system instance runs QEMU as another user.
+fn access(disk: &DiskSpec, socket: &Path, is_root: bool) -> String {
+    let system = match is_root {
+        true => "libvirt runs QEMU as",
+        false => "The lines are for qemu:///session. With qemu:///system, QEMU runs as",
+    };
+    let folder = socket.parent().unwrap_or(socket);
+    // Others may go through the folder: only the socket has to be given to the group.
+    let is_open = std::fs::metadata(folder).is_ok_and(|meta| meta.permissions().mode() & 0o001 != 0);
+    let (made, socket) = match is_open {
+        true => (String::new(), socket.to_owned()),
+        false => {
+            let other = Path::new(GROUP_FOLDER);
+            let socket = other.join(socket.file_name().unwrap_or_default());
+            (format!("install -d -g {GROUP} -m 0750 {GROUP_FOLDER} &&\n    "), socket)
+        }
+    };
+    let file = disk.file.clone().unwrap_or_default();
+    let [disk, export] = keys(disk, &file, &socket);
+    format!(
+        "{system} another user, who may not use this socket. To give one to its group, and its path to <source>:\n    \
+         {made}vshunt serve --disk {} \\\n    --export {}\n",
+        quoted(&disk),
+        quoted(&format!("{export},group={GROUP}")),
+    )
 }
 
 fn qemu(sockets: &[&Path], cpus: usize) -> String {
@@ -187,7 +228,7 @@ Cloud Hypervisor:
     --firmware hypervisor-fw \\
     --disk vhost_user=true,socket=/run/vshunt/disk.sock,num_queues=2,queue_size=128
 ";
-        assert_eq!(lines(&disks, 2), want);
+        assert_eq!(lines(&disks, 2, ""), want);
         assert!(text(&setup, false).starts_with("QEMU:\n"));
         assert_eq!(text(&setup, true), "");
         assert_eq!(text(&Setup { images: Vec::new(), ..setup }, false), "");
@@ -196,7 +237,7 @@ Cloud Hypervisor:
     #[test]
     fn any_path_can_be_pasted() {
         let setup = setup(&["/a b/c,d/it's<&>.sock"]);
-        let text = lines(&setup.exports.iter().collect::<Vec<_>>(), 1);
+        let text = lines(&setup.exports.iter().collect::<Vec<_>>(), 1, "");
         for want in [
             r"-chardev 'socket,id=vd0,path=/a b/c,,d/it'\''s<&>.sock' \",
             "path='/a b/c,d/it&apos;s&lt;&amp;&gt;.sock'",
@@ -204,6 +245,27 @@ Cloud Hypervisor:
         ] {
             assert!(text.contains(want), "{want}: {text}");
         }
+    }
+
+    #[test]
+    fn libvirt_is_told_how_its_qemu_gets_access() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = DiskSpec { name: "d".into(), file: Some("/a b.img".into()), ..DiskSpec::default() };
+        let socket = dir.path().join("d.sock");
+        let said = |mode| {
+            std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(mode)).unwrap();
+            access(&disk, &socket, true)
+        };
+        let want = "\
+libvirt runs QEMU as another user, who may not use this socket. To give one to its group, and its path to <source>:
+    install -d -g kvm -m 0750 /run/vshunt-kvm &&
+    vshunt serve --disk 'name=d,file=/a b.img' \\
+    --export type=vhost-user-blk,name=d,disk=d,socket=/run/vshunt-kvm/d.sock,group=kvm
+";
+        assert_eq!(said(0o700), want);
+        let open = said(0o755);
+        assert!(!open.contains("install") && open.contains("d.sock,group=kvm"), "{open}");
+        assert!(access(&disk, &socket, false).starts_with("The lines are for qemu:///session. "));
     }
 
     #[test]

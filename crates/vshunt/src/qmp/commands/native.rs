@@ -54,10 +54,13 @@ struct QueueAttach {
     export: String,
     /// The index of the queue within the export.
     index: u16,
+    /// The index of the last queue, if several are moved, one after the other. Those before one
+    /// that fails stay where they were moved. Absent: `index`.
+    last: Option<u16>,
     /// The id of the worker.
     worker: u32,
-    /// How long the requests in flight may take, in milliseconds, at most 3,600,000. Absent:
-    /// 10,000.
+    /// How long the requests in flight of a queue may take, in milliseconds, at most 3,600,000.
+    /// Absent: 10,000.
     timeout_ms: Option<u64>,
 }
 
@@ -142,13 +145,26 @@ pub(super) fn worker_free(context: &Context, arguments: Arguments) -> Answer {
 }
 
 pub(super) fn queue_attach(context: &Context, arguments: Arguments) -> Answer {
-    let QueueAttach { export, index, worker, timeout_ms } = arguments.read()?;
+    let QueueAttach { export, index, last, worker, timeout_ms } = arguments.read()?;
+    let last = last.unwrap_or(index);
+    if last < index {
+        return Err(QmpError::generic(format!("last is {last}, which is before index, {index}")));
+    }
     let timeout_ms = timeout_ms.unwrap_or(ATTACH_TIMEOUT.as_millis() as u64);
     if timeout_ms > ATTACH_TIMEOUT_MS_MAX {
         return Err(QmpError::generic(format!("timeout-ms is at most {ATTACH_TIMEOUT_MS_MAX}")));
     }
     let timeout = Duration::from_millis(timeout_ms);
-    Ok(done(context.daemon.queue_attach(&export, index, worker, timeout)?))
+    let mut moved = None;
+    let result = (index..=last).try_for_each(|queue| {
+        context.daemon.queue_attach(&export, queue, worker, timeout).inspect(|()| moved = Some(queue))
+    });
+    match moved {
+        Some(queue) if queue == index => tracing::info!("queue {export}:{index} is on worker {worker}"),
+        Some(queue) => tracing::info!("queues {export}:{index}-{queue} are on worker {worker}"),
+        None => {}
+    }
+    Ok(done(result?))
 }
 
 pub(super) fn quit(context: &Context, arguments: Arguments) -> Answer {

@@ -248,12 +248,12 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("query-workers", "Lists the workers.", |c, a| native::list(a, || c.daemon.workers())).returns("[WorkerInfo]"),
     command(
         "queue-attach",
-        "Moves a queue to a worker, and returns when it is there. If the requests in flight do not complete in time, the \
+        "Moves a queue, or several, to a worker, and returns when it is there. If the requests in flight do not complete in time, the \
          command fails and the queue stays where it was. A queue of the kernel engine does not wait for requests; the \
          command fails if a queue of the same export is stopping and waits for its disk that long.",
         native::queue_attach,
     )
-    .takes("export index worker [timeout-ms]", "native::QueueAttach"),
+    .takes("export index [last] worker [timeout-ms]", "native::QueueAttach"),
     command("quit", "Ends the daemon. The answer comes before the end.", native::quit),
     command("remove-fd", "Removes descriptors from an fd set.", fdset::remove_fd).takes("fdset-id [fd]", "fdset::RemoveFd"),
     command(

@@ -84,6 +84,10 @@ fn native_commands_for_disks_and_exports() {
     let attach = json!({ "export": "vm0", "index": 1, "worker": worker, "timeout-ms": 1000 });
     call(&context, "queue-attach", attach).unwrap();
     assert_eq!(call(&context, "query-queues", json!({})).unwrap()[1]["worker"], worker);
+    call(&context, "queue-attach", json!({ "export": "vm0", "index": 0, "last": 1, "worker": worker }))
+        .unwrap();
+    let bad = json!({ "export": "vm0", "index": 1, "last": 0, "worker": worker });
+    assert!(refused(&context, "queue-attach", bad).contains("last"));
     let long = json!({ "export": "vm0", "index": 1, "worker": 0, "timeout-ms": u64::MAX });
     assert!(refused(&context, "queue-attach", long).contains("timeout-ms"));
     let fd = json!({ "type": "vhost-user-blk", "name": "b", "disk": "d0", "fd": 0 });

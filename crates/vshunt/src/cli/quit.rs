@@ -1,0 +1,114 @@
+//! `vshunt quit`. The command asks before it takes a device from a guest or a file from a program.
+//! Command `quit` of the control protocol and signals do not ask.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Map, json};
+use vshunt_types::spec::{ExportInfo, ExportKind};
+
+use super::call::call;
+use super::client::Client;
+use crate::outcome::{Failure, Outcome, print};
+
+/// The time limit for the end of the daemon.
+const QUIT_TIME: Duration = Duration::from_secs(60);
+/// The daemon notices within this time that a VMM has ended. Scripts end both, one after the other.
+const NOTICED: Duration = Duration::from_secs(1);
+const QUERY_INTERVAL: Duration = Duration::from_millis(50);
+
+pub(super) fn run(mut client: Client, force: bool) -> Outcome {
+    let start = Instant::now();
+    let users = loop {
+        let users = Users::of(&call::<Vec<ExportInfo>>(&mut client, "query-exports", json!({}))?);
+        match users.refusal() {
+            Some(why) if !force && start.elapsed() >= NOTICED => return Err(Failure::Failed(why)),
+            Some(_) if !force => std::thread::sleep(QUERY_INTERVAL),
+            _ => break users,
+        }
+    };
+    client.execute("quit", Map::new())?;
+    if !client.wait_closed(QUIT_TIME) {
+        return Err(Failure::Failed("the daemon was told to quit and has not ended yet".into()));
+    }
+    match users.connected.as_slice() {
+        [] => Ok(()),
+        names => print(&format!("disconnected: {}\n", names.join(", "))),
+    }
+}
+
+/// The exports that are in use.
+struct Users {
+    /// With a front end.
+    connected: Vec<String>,
+    /// A mounted file that is open, and its path.
+    open: Option<(String, String)>,
+}
+
+impl Users {
+    fn of(exports: &[ExportInfo]) -> Self {
+        let of_vmm = |e: &&ExportInfo| {
+            e.connected
+                && !e.removing
+                && matches!(e.spec.kind, ExportKind::VhostUserBlk | ExportKind::VhostUserNet)
+        };
+        let open = exports.iter().find(|e| e.mount.as_ref().is_some_and(|m| m.open_files > 0));
+        let path = |e: &ExportInfo| e.spec.mountpoint.as_ref().map(|p| p.display().to_string());
+        Self {
+            connected: exports.iter().filter(of_vmm).map(|e| e.spec.name.clone()).collect(),
+            open: open.map(|e| (e.spec.name.clone(), path(e).unwrap_or_default())),
+        }
+    }
+
+    /// Returns why `quit` needs `--force`.
+    fn refusal(&self) -> Option<String> {
+        if let Some((name, at)) = &self.open {
+            return Some(format!(
+                "export {name} is in use (fuser -v {at} names its users, loop devices do not show there: losetup -j {at}); \
+                 close it first, or give --force and they lose it"
+            ));
+        }
+        let which = match self.connected.as_slice() {
+            [] => return None,
+            [name] => format!("export {name} has a front end (VMM) connected, which would lose it"),
+            names => {
+                format!(
+                    "exports {} have front ends (VMMs) connected, which would lose them",
+                    names.join(", ")
+                )
+            }
+        };
+        Some(format!(
+            "{which}; end them first, or give --force: with reconnect a guest waits for the next daemon"
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+
+    fn export(name: &str, kind: &str, more: Value) -> ExportInfo {
+        let mut value = json!({ "type": kind, "name": name, "disk": "d0", "engine": "user", "connected": true,
+            "features": [], "queue-list": [] });
+        value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        serde_json::from_value(value).unwrap()
+    }
+
+    #[test]
+    fn the_exports_in_use_are_named() {
+        let none = json!({});
+        let waiting = export("w", "vhost-user-blk", json!({ "connected": false }));
+        let removing = export("r", "vhost-user-blk", json!({ "removing": true }));
+        let uplink = export("u", "uplink", none.clone());
+        let idle = [waiting, removing, uplink];
+        assert_eq!(Users::of(&idle).refusal(), None);
+        let [blk, net] =
+            [export("vm0", "vhost-user-blk", none.clone()), export("nic0", "vhost-user-net", none)];
+        let one = Users::of(&[&idle[..], std::slice::from_ref(&blk)].concat()).refusal().unwrap();
+        assert!(one.starts_with("export vm0 has a front end") && one.contains("--force"), "{one}");
+        let two = Users::of(&[blk, net]).refusal().unwrap();
+        assert!(two.starts_with("exports vm0, nic0 have front ends"), "{two}");
+    }
+}
