@@ -16,6 +16,7 @@ README = "README.md"
 THIN = "docs/guide/thin-disks.md"
 NETWORKS = "docs/guide/networks.md"
 OPERATIONS = "docs/guide/operations.md"
+VMMS = "docs/guide/vmms.md"
 
 
 def test_make_run(rig):
@@ -83,6 +84,17 @@ def test_guide_thin_disk_and_its_backups(rig):
     r.require(child.wait() == 0, child.tail())
     same = r.run(["qemu-img", "compare", rig.dir / "vm1.qcow2", rig.dir / "monday.qcow2"], check=False)
     r.require(same.returncode == 0, f"the backup differs: {same.stdout}{same.stderr}")
+
+
+def test_guide_other_vmms(rig):
+    """The disk of the page for other VMMs, with one queue as Firecracker has it, and with a new size."""
+    child = served(rig, VMMS, "The examples use this disk:")
+    resize = re.search(r"`(vshunt resize [^`]*)`, tell Firecracker", (r.ROOT / VMMS).read_text(encoding="utf-8"))
+    r.require(resize, f"{VMMS} does not show vshunt resize")
+    load = "vshunt-bench blk --socket /tmp/vm0.sock --rw randrw --bs 4k --queues 1 --size 16M --verify --quiet"
+    shell(rig, "\n".join([load, resize[1], "vshunt attach vm0:0 0", load, "vshunt quit"]))
+    r.require(child.wait() == 0, child.tail())
+    r.require((rig.dir / "disk.img").stat().st_size == 2 << 30, "the disk has not the new size")
 
 
 @pytest.mark.root
