@@ -6,12 +6,12 @@ CARGO   ?= cargo
 export CARGO
 
 .DEFAULT_GOAL := help
-.PHONY: help build run check test test-kernel bench lint soak fuzz docs reference install deb clean
+.PHONY: help build run check test test-kernel bench lint soak fuzz docs reference install deb static reproducible clean
 
 help: ## what there is
 	@echo 'vshunt: virtual disks served by many queues and many workers'
 	@echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1\t\2/p' Makefile | while IFS='	' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1\t\2/p' Makefile | while IFS='	' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 build: ## the programs, optimised, in target/release
 	$(CARGO) build --release --workspace --locked
@@ -51,6 +51,12 @@ install: build ## programs, man pages, completions, units; PREFIX=/usr/local DES
 
 deb: build ## Debian packages of the programs and of the kernel module's source, in target/deb
 	scripts/deb
+
+static: ## static programs in a tarball, with an SBOM and checksums, in target/static: for any distribution
+	scripts/static
+
+reproducible: ## two static builds in different folders, compared: equal bytes; two whole builds
+	scripts/static reproduce
 
 clean: ## remove what was built
 	$(CARGO) clean

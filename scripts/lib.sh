@@ -18,6 +18,9 @@ heading() {
     if [ -t 1 ]; then printf '\n\033[1m%s\033[0m\n' "$*"; else printf '\n%s\n' "$*"; fi
 }
 
+# shellcheck disable=SC2034
+VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' "$ROOT/Cargo.toml")
+
 have() { command -v "$1" >/dev/null 2>&1; }
 
 debian_root() { [ "$(id -u)" = 0 ] && have apt-get && have dpkg; }
@@ -33,6 +36,27 @@ pytest_python() {
         fi
     done
     return 1
+}
+
+# The date of the files in packages, in seconds: SOURCE_DATE_EPOCH, or that of the last commit.
+source_date() {
+    if [ -n "${SOURCE_DATE_EPOCH:-}" ]; then
+        echo "$SOURCE_DATE_EPOCH"
+    else
+        git -C "$ROOT" -c safe.directory="$ROOT" log -1 --format=%ct 2>/dev/null || stat -c %Y "$ROOT/CHANGELOG.md"
+    fi
+}
+
+# Copies what packages are made of to FOLDER.
+copy_tree() { # FOLDER [TAR ARGUMENTS…]
+    local to=$1
+    shift
+    tar -C "$ROOT" -c --exclude=./target --exclude=./.git --exclude=./docs/book --exclude=__pycache__ "$@" . | tar -x -C "$to"
+}
+
+# Packs the folder NAME of FOLDER into FILE, so that the same files give the same bytes.
+pack() { # FILE FOLDER NAME
+    LC_ALL=C tar --sort=name --format=gnu --owner=0 --group=0 --numeric-owner --mtime="@$(source_date)" -C "$2" -c "$3" | gzip -n -9 >"$1"
 }
 
 have_toolchain() { have rustup && rustup toolchain list 2>/dev/null | grep -q "^$1"; }
