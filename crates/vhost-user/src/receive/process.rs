@@ -27,6 +27,7 @@ use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -380,7 +381,11 @@ fn run(socket: OwnedFd, name: &CStr, body: impl FnOnce(OwnedFd) -> io::Result<()
 /// A system call failed.
 fn keep_only(socket: OwnedFd) -> io::Result<OwnedFd> {
     const KEPT: i32 = 3;
-    let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")?;
+    let null = match std::fs::OpenOptions::new().read(true).write(true).open("/dev/null") {
+        Ok(file) => OwnedFd::from(file),
+        // A root may have no devices. This descriptor can neither be read nor written.
+        Err(_) => rustix::fs::open("/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?,
+    };
     // Their descriptors are replaced or closed below, so they must not close them again.
     let (socket, null) = (std::mem::ManuallyDrop::new(socket), std::mem::ManuallyDrop::new(null));
     // Above all that is kept, so that nothing is replaced before it was copied.
