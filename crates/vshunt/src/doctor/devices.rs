@@ -242,15 +242,25 @@ fn kernel_engine(check: &'static str, access: Access, what: &str, get: &str) -> 
 }
 
 fn kvm(access: Access) -> Finding {
+    let remedy = match &access {
+        Access::Refused(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+            "add the user of the VMM to the group of the device, and log in again: usermod -aG kvm USER \
+             (ls -l /dev/kvm shows the group)"
+        }
+        _ => "switch on virtualization in the firmware or in the outer VM, and load kvm_intel or kvm_amd",
+    };
     match unusable(&access, "/dev/kvm", "kvm_intel or kvm_amd") {
-        None => Finding::ok("kvm", "/dev/kvm can be opened", "VMMs of this user can use KVM. vshunt itself does not need it."),
+        None => Finding::ok(
+            "kvm",
+            "/dev/kvm can be opened",
+            "VMMs of this user can use KVM. vshunt itself does not need it.",
+        ),
         Some((found, _)) => Finding::warning(
             "kvm",
             found,
             "VMMs of this user run guests by emulation, which is slow. vshunt itself does not need KVM.",
         )
-        .remedy("switch on virtualization in the firmware or in the outer VM, load kvm_intel or kvm_amd, and add the \
-                 user of the VMM to the group kvm"),
+        .remedy(remedy),
     }
 }
 
@@ -294,6 +304,11 @@ mod tests {
         );
         assert_eq!(kernel_engine("vhost-net", Access::Open, "networks", "").status, Status::Ok);
         assert_eq!([kvm(refused()), kvm(Access::NoFile)].map(|finding| finding.status), [Status::Warning; 2]);
+        let remedy = |access| kvm(access).remedy.unwrap_or_default();
+        assert!(
+            remedy(refused()).contains("usermod -aG kvm USER") && !remedy(refused()).contains("firmware")
+        );
+        assert!(remedy(Access::NoFile).contains("firmware") && !remedy(Access::NoFile).contains("usermod"));
         assert!(net_admin(false).remedy.unwrap().contains("multi_queue"));
     }
 
