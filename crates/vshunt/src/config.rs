@@ -130,7 +130,14 @@ pub(crate) fn mount(control: Option<PathBuf>, args: MountArgs) -> Outcome<Setup>
         (None, false) => Control::IfFree,
     };
     let sandbox = args.sandbox.with_defaults(SandboxArgs::default())?;
-    let mut setup = Setup { control, sandbox, ..Setup::default() };
+    let mut setup = Setup {
+        control,
+        sandbox,
+        control_access: args.control_access.with_defaults(SocketAccess::default()),
+        log_format: args.log_format,
+        ..Setup::default()
+    };
+    check_control_access(&setup)?;
     images::mount(&mut setup, &args.image, args.file, args.read_only)?;
     Ok(setup)
 }

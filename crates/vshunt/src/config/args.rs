@@ -131,7 +131,8 @@ Keys of --export with type=vhost-user-net:
   net               name of the tap or switch
   socket or fd, owner, group, mode, memory-may-block
                     as of vhost-user-blk
-  queues            pairs of rings, 1 to 128. Default: one for each CPU
+  queues            pairs of rings, 1 to 128. Default: one for each CPU, as each
+                    pair takes a queue of the tap, or of the switch
   mac               address of the guest, if its front end asks for it
   mtu               longest IP packet. Default: the tap's; on a switch 1500
   engine            user (default); kernel: needs the module vhost_net and a
@@ -306,6 +307,12 @@ pub(crate) struct MountArgs {
     /// Have no control socket
     #[arg(long, conflicts_with = "control")]
     pub(crate) no_control: bool,
+    #[command(flatten)]
+    pub(crate) control_access: ControlAccessArgs,
+    /// Format of the log: text, json (an object on each line) or journald (priorities of
+    /// sd-daemon(3)) [default: journald if journald reads stderr, otherwise text]
+    #[arg(long, value_name = "FORMAT", hide_possible_values = true)]
+    pub(crate) log_format: Option<LogFormat>,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
 }
