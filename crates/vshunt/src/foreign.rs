@@ -1,5 +1,7 @@
 //! Formats of images that vshunt does not read. An image that begins like one of them is not taken
-//! for a raw disk unless the user says so.
+//! for a raw disk unless the user says so. Also names that do not fit to the format.
+
+use std::path::Path;
 
 /// Bytes of the start of an image that tell its format.
 pub(crate) const START_BYTES: usize = 128;
@@ -25,6 +27,21 @@ pub(crate) fn format(start: &[u8]) -> Option<&'static str> {
     FORMATS.iter().find(|(at, bytes, _)| begins(*at, bytes)).map(|(_, _, name)| *name)
 }
 
+/// Returns the message for an image whose name has the ending of another format.
+pub(crate) fn misnamed(path: &Path, is_qcow2: bool) -> Option<String> {
+    let ends = |with: &str| path.extension().is_some_and(|end| end.eq_ignore_ascii_case(with));
+    let shown = path.display();
+    match is_qcow2 {
+        true if ends("raw") => {
+            Some(format!("{shown} begins as a qcow2 image and is used as one, in spite of its name"))
+        }
+        false if ends("qcow2") => {
+            Some(format!("{shown} does not begin as a qcow2 image and is used as raw, in spite of its name"))
+        }
+        _ => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -37,5 +54,12 @@ mod tests {
         assert_eq!(format(b"KDMV\x01"), Some("a VMDK image"));
         assert_eq!(format(b"QFI\xfb"), None);
         assert_eq!(format(&[]), None);
+    }
+
+    #[test]
+    fn a_name_that_disagrees_with_the_format_is_told() {
+        let told = |name: &str, is_qcow2| misnamed(Path::new(name), is_qcow2).is_some();
+        assert!(told("a.raw", true) && told("a.QCOW2", false));
+        assert!(!told("a.raw", false) && !told("a.qcow2", true) && !told("a.img", true) && !told("a", false));
     }
 }

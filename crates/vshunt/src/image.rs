@@ -2,6 +2,7 @@
 //!
 //! The commands run in this process, without a daemon. They lock the image as QEMU does.
 
+pub(crate) mod absent;
 mod access;
 mod amend;
 mod args;

@@ -191,6 +191,18 @@ fn an_image_that_is_served_already_is_named() {
 }
 
 #[test]
+fn mount_has_the_flags_of_serve_for_the_log_and_the_control_socket() {
+    let user = User::new();
+    user.file("disk.img", b"");
+    let (code, _, err) = user.output(&["mount", "--no-control", "--control-group", "0", "disk.img"]);
+    assert!(code == 2 && err.contains("--control-group is given, and there is no control socket"), "{err}");
+    let (code, _, err) = user.output(&["mount", "--log-format=json", "disk.img", "none/file"]);
+    let lines: Vec<serde_json::Value> =
+        err.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
+    assert!(code == 1 && lines.last().is_some_and(|line| line["level"] == "error"), "{err}");
+}
+
+#[test]
 fn names_and_formats_follow_from_the_files() {
     let user = User::new();
     for (name, dir) in [("disk.img", ""), ("disk.raw", ""), ("my disk.img", "a/"), ("d0.img", "")] {
@@ -227,6 +239,10 @@ fn names_and_formats_follow_from_the_files() {
 #[test]
 fn what_is_unclear_is_refused_with_the_remedy() {
     let user = User::new();
+    // A name of another format is a warning only.
+    user.output(&["image", "create", "-q", "-f", "qcow2", "cloud.raw", "1M"]);
+    let (_, err) = user.start(&["serve", "cloud.raw"]).end();
+    assert!(err.contains("cloud.raw begins as a qcow2 image") && err.contains("format=raw"), "{err}");
     user.file("disk.img", b"");
     user.file("old.img", b"QFI\xfb\0\0\0\x01");
     user.file("not.qcow2", b"");

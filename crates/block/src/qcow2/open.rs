@@ -221,11 +221,11 @@ fn repair_unclean(
             journal_file::remove(file.image());
             return Ok(false);
         }
+        Recovered::Changes(0) | Recovered::CountsOnly => false,
         Recovered::Changes(n) => {
             tracing::info!("{shown} was not closed: {n} changes of its map are applied from its journal");
             false
         }
-        Recovered::CountsOnly => false,
         Recovered::Lost(why) => {
             tracing::warn!(
                 "{shown} was not closed and {why}: writes that were not flushed may be lost, and a guest that was using it \

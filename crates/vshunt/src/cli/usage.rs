@@ -5,10 +5,11 @@ use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::io;
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, CommandFactory};
 
 use super::args::Cli;
+use crate::image::absent;
 use crate::outcome::{Failure, Outcome, clap_failure};
 
 /// Examples at most.
@@ -20,6 +21,9 @@ const HEADING: &str = "Examples:\n";
 /// Converts an error of clap, and prints the usage if a subcommand is missing.
 pub(super) fn failure<T>(e: clap::Error, args: &[OsString]) -> Outcome<T> {
     let missing = [ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand, ErrorKind::MissingSubcommand];
+    if let Some(why) = absent(&e, args) {
+        return Err(Failure::Usage(why));
+    }
     if !missing.contains(&e.kind()) {
         return clap_failure(e);
     }
@@ -29,6 +33,27 @@ pub(super) fn failure<T>(e: clap::Error, args: &[OsString]) -> Outcome<T> {
     // The exit code says the same if stderr is closed.
     let _ = io::Write::write_all(&mut io::stderr(), text.as_bytes());
     Err(Failure::Status(Failure::Usage(String::new()).code()))
+}
+
+/// Returns the message for an option or a command of qemu-img that `vshunt image` does not have.
+fn absent(e: &clap::Error, args: &[OsString]) -> Option<String> {
+    let mut words = args.iter().filter_map(|arg| arg.to_str()).skip_while(|word| *word != "image").skip(1);
+    let command = words.find(|word| !word.starts_with('-'))?;
+    let text = |kind| match e.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.as_str()),
+        _ => None,
+    };
+    match e.kind() {
+        ErrorKind::UnknownArgument => {
+            let name = text(ContextKind::InvalidArg)?;
+            absent::option(command, name).map(|why| format!("image {command} has no {name}: {why}"))
+        }
+        ErrorKind::InvalidSubcommand => {
+            let name = text(ContextKind::InvalidSubcommand)?;
+            absent::command(name).map(|why| format!("there is no command image {name}: {why}"))
+        }
+        _ => None,
+    }
 }
 
 /// Returns the last command that the arguments name. Words that are no command are values of
@@ -76,6 +101,8 @@ fn first(examples: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
 
     fn of(words: &str) -> String {
@@ -98,6 +125,41 @@ mod tests {
             assert_eq!(examples.matches("  vshunt ").count(), EXAMPLES, "{text}");
             assert!(text.starts_with(&format!("Usage: {words} ")), "{text}");
             assert!(text.ends_with(&format!("\n{words} --help has more.\n")), "{text}");
+        }
+    }
+
+    #[test]
+    fn options_of_qemu_img_that_are_absent_have_a_reason() {
+        let said = |words: &str| {
+            let args: Vec<OsString> = words.split(' ').map(Into::into).collect();
+            let failure = failure::<()>(Cli::try_parse_from(&args).unwrap_err(), &args).unwrap_err();
+            assert_eq!(failure.code(), 2, "{words}");
+            failure.to_string()
+        };
+        for (words, want) in [
+            ("convert -m 8 a b", "image convert has no -m: vshunt chooses"),
+            ("convert -B x a b", "image convert has no -B: "),
+            ("convert --bitmaps a b", "has no --bitmaps: "),
+            ("convert -t none a b", "has no -t: "),
+            ("info --image-opts a", "image info has no --image-opts: "),
+            ("resize -U a 1G", "image resize has no -U: "),
+            ("commit a", "there is no command image commit: "),
+            ("info --nonsense a", "unexpected argument '--nonsense'"),
+        ] {
+            let said = said(&format!("vshunt image {words}"));
+            assert!(said.contains(want), "{words}: {said}");
+        }
+        // A table that names an option which there is would never be seen.
+        let mut command = Cli::command();
+        command.build();
+        for child in command.find_subcommand("image").unwrap().get_subcommands() {
+            for argument in child.get_arguments().filter(|argument| !argument.is_positional()) {
+                let short = argument.get_short().map(|short| format!("-{short}"));
+                let long = argument.get_long().map(|long| format!("--{long}"));
+                for name in [short, long].into_iter().flatten() {
+                    assert_eq!(absent::option(child.get_name(), &name), None, "{} {name}", child.get_name());
+                }
+            }
         }
     }
 

@@ -91,6 +91,12 @@ fn add(setup: &mut Setup, disk: DiskSpec, export: ExportSpec) {
 /// Returns the disk for an image, under a name that is free.
 fn disk(setup: &mut Setup, image: &Path, readonly: bool) -> Outcome<DiskSpec> {
     let format = probe(image)?;
+    if let Some(why) = foreign::misnamed(image, format == Format::Qcow2) {
+        let file = image.display();
+        setup.notes.push(format!(
+            "{why}; rename it, or give --disk file={file},format=raw and --export if its name is right"
+        ));
+    }
     let name = free_name(setup, &name_of(image, "disk"));
     let refused = rustix::fs::access(image, Access::WRITE_OK).err().filter(|_| !readonly);
     if let Some(e) = refused {

@@ -228,7 +228,7 @@ pub(crate) struct CreateArgs {
     #[arg(short, value_name = "NAME=VALUE,…")]
     pub(super) options: Vec<String>,
     /// The image
-    pub(super) file: PathBuf,
+    pub(super) file: Option<PathBuf>,
     #[arg(value_parser = size, help = concat!("Size of the disk in bytes, or with ", keyval::size_units!(), " (",
         keyval::size_rule!(), ") [default: that of the backing file]"))]
     pub(super) size: Option<u64>,
@@ -254,13 +254,16 @@ pub(crate) struct ConvertArgs {
     /// Write to an existing image of the same size
     #[arg(short = 'n', conflicts_with = "options")]
     pub(super) no_create: bool,
+    /// With -n: the existing image reads as zeroes, so only data is written
+    #[arg(long, requires = "no_create")]
+    pub(super) target_is_zero: bool,
     /// Copy even if another process uses the image; what it writes meanwhile may be copied or not
     #[arg(short = 'U', long)]
     pub(super) force_share: bool,
     /// The image that is copied
-    pub(super) from: PathBuf,
+    pub(super) from: Option<PathBuf>,
     /// The new image; an existing one is replaced
-    pub(super) to: PathBuf,
+    pub(super) to: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

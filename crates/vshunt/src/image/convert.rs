@@ -26,18 +26,23 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
             "a raw image has no compressed clusters; leave out -c, or give -O qcow2".into(),
         ));
     }
-    let (format, size) = source(&args)?;
-    not_of(&args.to, args.from.clone(), format == ImageFormat::Qcow2)?;
-    let new = !args.to.exists();
+    let (Some(from_file), Some(to_file)) = (args.from.clone(), args.to.clone()) else {
+        return Err(create::no_file(
+            "which images? give the name of the one that is copied, and of the new one",
+        ));
+    };
+    let (format, size) = source(&args, &from_file)?;
+    not_of(&to_file, from_file.clone(), format == ImageFormat::Qcow2)?;
+    let new = !to_file.exists();
     if args.no_create && new {
         return Err(Failure::Failed(format!(
             "{} is not there; leave out -n to have it made",
-            args.to.display()
+            to_file.display()
         )));
     }
     if args.no_create {
         // Reports a wait for another process, which the disk below would not.
-        ImageFile::open(&args.to, For::Writing)?;
+        ImageFile::open(&to_file, For::Writing)?;
     }
     let disk = |name: &str, file: &Path, format, readonly| DiskSpec {
         name: name.to_owned(),
@@ -47,13 +52,13 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
         locking: true,
         ..DiskSpec::default()
     };
-    let from = DiskSpec { locking: !args.force_share, ..disk("source", &args.from, format, true) };
-    let to = disk("target", &args.to, args.output_format, false);
+    let from = DiskSpec { locking: !args.force_share, ..disk("source", &from_file, format, true) };
+    let to = disk("target", &to_file, args.output_format, false);
     // Before a file is made, so that an unreadable source replaces nothing.
     let source = ToConvert::open(&from).map_err(|e| Failure::Failed(e.to_string()))?;
     let readings = source.readings();
     readings.iter().for_each(|reading| eprintln!("vshunt: {}", reading.text));
-    let data = create::data_file(&args.options, &args.to)?.map(|file| (!file.exists(), file));
+    let data = create::data_file(&args.options, &to_file)?.map(|file| (!file.exists(), file));
     if !args.no_create {
         let create = CreateArgs {
             format: args.output_format,
@@ -61,18 +66,18 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
             backing_format: None,
             unsafe_backing: false,
             options: args.options,
-            file: args.to.clone(),
+            file: Some(to_file.clone()),
             size: Some(size),
         };
         create::run(create, true)?;
     }
-    let fresh = !args.no_create && !args.to.metadata().is_ok_and(|m| !m.is_file());
+    let fresh = args.target_is_zero || !args.no_create && !to_file.metadata().is_ok_and(|m| !m.is_file());
     let (mut bar, start) = (Bar::bytes("converting", quiet, args.progress), Instant::now());
     let done = source.to(&to, args.compress, fresh, &mut |done, all| bar.set(done, all));
     drop(bar);
     done.map_err(|e| {
         // An incomplete copy is removed.
-        let made = [Some((new, args.to)), data];
+        let made = [Some((new, to_file)), data];
         for (_, file) in made.into_iter().flatten().filter(|(new, _)| *new) {
             let _ = std::fs::remove_file(file);
         }
@@ -112,17 +117,17 @@ pub(super) fn not_of(target: &Path, image: PathBuf, is_qcow2: bool) -> Outcome {
 }
 
 /// Returns the format of the source image and the size of its disk in bytes.
-fn source(args: &ConvertArgs) -> Outcome<(ImageFormat, u64)> {
-    let shown = args.from.display();
-    let file = ImageFile::open(&args.from, if args.force_share { For::Sharing } else { For::Reading })?;
+fn source(args: &ConvertArgs, from: &Path) -> Outcome<(ImageFormat, u64)> {
+    let shown = from.display();
+    let file = ImageFile::open(from, if args.force_share { For::Sharing } else { For::Reading })?;
     let cannot = |e: std::io::Error| Failure::Failed(format!("cannot read {shown}: {e}"));
     let format = match args.format {
         Some(format) => format,
-        None => file.probe(&args.from)?,
+        None => file.probe(from)?,
     };
     let size = match format {
         ImageFormat::Raw => qcow2::Storage::len(&file).map_err(cannot)?,
-        ImageFormat::Qcow2 => qcow2::Image::open(&file).map_err(|e| failed(&args.from, &e))?.header().size,
+        ImageFormat::Qcow2 => qcow2::Image::open(&file).map_err(|e| failed(from, &e))?.header().size,
     };
     // A raw file may end within a sector. The rest of that sector reads as zeroes.
     match size.checked_next_multiple_of(512) {

@@ -67,10 +67,11 @@ pub(super) fn run(args: CreateArgs, quiet: bool) -> Outcome {
     if is_help(&args.options) {
         return help(args.format);
     }
+    let path = args.file.as_deref().ok_or_else(|| no_file("which image? give its name, and a size"))?;
     let wanted = wanted(&args)?;
     match args.format {
-        ImageFormat::Raw => raw(&args, &wanted, quiet),
-        ImageFormat::Qcow2 => qcow2(&args, wanted, quiet),
+        ImageFormat::Raw => raw(path, &wanted, quiet),
+        ImageFormat::Qcow2 => qcow2(path, args.unsafe_backing, wanted, quiet),
     }
 }
 
@@ -209,12 +210,16 @@ fn wanted(args: &CreateArgs) -> Outcome<Wanted> {
     Ok(w)
 }
 
+/// Returns the failure for a missing name of a file. Only `-o help` needs none.
+pub(super) fn no_file(question: &str) -> Failure {
+    Failure::Usage(question.to_owned())
+}
+
 fn no_size(path: &Path) -> Failure {
     Failure::Usage(format!("{}: how large? give a size, for example 20G", path.display()))
 }
 
-fn raw(args: &CreateArgs, w: &Wanted, quiet: bool) -> Outcome {
-    let path = &args.file;
+fn raw(path: &Path, w: &Wanted, quiet: bool) -> Outcome {
     if w.of_qcow2() {
         return Err(only_raw());
     }
@@ -261,8 +266,7 @@ fn remove(path: &Path, new: bool) {
     }
 }
 
-fn qcow2(args: &CreateArgs, w: Wanted, quiet: bool) -> Outcome {
-    let path = &args.file;
+fn qcow2(path: &Path, unsafe_backing: bool, w: Wanted, quiet: bool) -> Outcome {
     let backing = match (w.backing_file.clone(), w.backing_fmt.clone()) {
         (None, _) => None,
         (Some(_), None) => {
@@ -275,10 +279,10 @@ fn qcow2(args: &CreateArgs, w: Wanted, quiet: bool) -> Outcome {
     };
     let size = match (w.size, &backing) {
         (Some(size), _) => size,
-        (None, Some((name, format))) if !args.unsafe_backing => backing_size(path, name, format)?,
+        (None, Some((name, format))) if !unsafe_backing => backing_size(path, name, format)?,
         _ => return Err(no_size(path)),
     };
-    if let (Some(_), Some((name, format)), false) = (w.size, &backing, args.unsafe_backing) {
+    if let (Some(_), Some((name, format)), false) = (w.size, &backing, unsafe_backing) {
         backing_size(path, name, format)?;
     }
     let options = w.options(size, backing)?;

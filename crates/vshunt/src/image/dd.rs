@@ -44,7 +44,7 @@ pub(super) fn run(args: &DdArgs, quiet: bool) -> Outcome {
         backing_format: None,
         unsafe_backing: false,
         options: Vec::new(),
-        file: operands.to.clone(),
+        file: Some(operands.to.clone()),
         size: Some(len.next_multiple_of(SECTOR)),
     };
     create::run(create, true)?;

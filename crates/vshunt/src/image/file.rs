@@ -20,7 +20,7 @@ use vshunt_types::error::Kind;
 use super::journal::MapJournal;
 use super::{ImageFormat, holder};
 use crate::foreign;
-use crate::outcome::{Failure, Outcome};
+use crate::outcome::{Failure, Outcome, warn};
 
 /// The purpose for which an image is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,8 +96,19 @@ impl ImageFile {
     pub(super) fn probe(&self, path: &Path) -> Outcome<ImageFormat> {
         let (shown, mut start) = (path.display(), [0; foreign::START_BYTES]);
         self.read_at(0, &mut start).map_err(|e| Failure::Failed(format!("cannot read {shown}: {e}")))?;
-        match Header::probe(&start) {
-            None => match foreign::format(&start) {
+        let found = self.format_of(path, &start)?;
+        if let Some(why) = foreign::misnamed(path, found == ImageFormat::Qcow2) {
+            let other = if found == ImageFormat::Qcow2 { "raw" } else { "qcow2" };
+            warn(&format!("{why}; rename it, or give -f {other} if its name is right"));
+        }
+        Ok(found)
+    }
+
+    /// Returns the format for the first bytes.
+    fn format_of(&self, path: &Path, start: &[u8]) -> Outcome<ImageFormat> {
+        let shown = path.display();
+        match Header::probe(start) {
+            None => match foreign::format(start) {
                 None => Ok(ImageFormat::Raw),
                 Some(what) => Err(Failure::Failed(format!(
                     "{shown} begins as {what}, which vshunt does not read; convert it with qemu-img, or give -f raw if its \
@@ -117,6 +128,7 @@ impl ImageFile {
     pub(super) fn recover(&self, path: &Path) -> Outcome {
         match recover_journal(&self.file, self, path).map_err(|e| super::failed(path, &e))? {
             Recovered::Clean | Recovered::CountsOnly => {}
+            Recovered::Changes(0) => {}
             Recovered::Changes(n) => eprintln!(
                 "vshunt: {} was not closed: {n} changes of its map are applied from its journal",
                 path.display()
@@ -151,6 +163,10 @@ impl ImageFile {
         match journal.as_ref().map(|journal| &journal.state) {
             // An image that a live process writes is complete once that process has closed it.
             None | Some(JournalView::Complete | JournalView::InUse) => return Ok(None),
+            Some(JournalView::Changes(changes)) if changes.count() == 0 => eprintln!(
+                "vshunt: {shown} was not closed, and no change is missing in it; 'vshunt image check -r all {shown}' \
+                 brings its reference counts up to date"
+            ),
             Some(JournalView::Changes(changes)) => eprintln!(
                 "vshunt: {shown} was not closed: {} changes of its map are in its journal and not in the image yet; \
                  'vshunt image check -r all {shown}' applies them",

@@ -28,6 +28,9 @@ impl MapJournal {
         let path = self.path.as_ref().map_or_else(|| "none".to_owned(), |path| path.display().to_string());
         match &self.state {
             JournalView::Complete => path,
+            JournalView::Changes(changes) if changes.count() == 0 => {
+                format!("{path}: no change is missing in the image")
+            }
             JournalView::Changes(changes) => {
                 format!("{path}: {} changes that are not in the image yet", changes.count())
             }

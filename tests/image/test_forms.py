@@ -1,0 +1,49 @@
+"""Tests how `vshunt image` takes its arguments: lists of options, names that disagree, options of qemu-img that are absent."""
+
+import rig as r
+
+MIB = 1 << 20
+
+
+def test_options_are_listed_without_an_image(both):
+    for command, word in ((["create", "-f", "qcow2"], "lazy_refcounts"), (["create"], "preallocation"), (["amend"], "lazy_refcounts"),
+                          (["convert", "-O", "qcow2"], "compression_type"), (["measure", "-O", "qcow2"], "extended_l2")):
+        done = both.ours(*command, "-o", "help")
+        r.require(word in done.stdout and not done.stderr, f"{command}: {done.stdout}{done.stderr}")
+    for command in (["create", "-f", "qcow2"], ["convert"], ["convert", "one"]):
+        r.message_of(both.ours(*command, check=False), "give", "name", code=(2,))
+
+
+def test_a_name_that_disagrees_with_the_format_is_told(both):
+    both.ours("create", "-q", "-f", "qcow2", "a.raw", "1M")
+    both.ours("create", "-q", "-f", "raw", "b.qcow2", "1M")
+    both.ours("create", "-q", "-f", "qcow2", "c.img", "1M")
+    for name, word, other in (("a.raw", "as a qcow2 image", "-f raw"), ("b.qcow2", "not begin", "-f qcow2")):
+        done = both.ours("info", name)
+        lines = done.stderr.splitlines()
+        r.require(len(lines) == 1 and all(x in lines[0] for x in ("warning: " + name, word, "rename it", other)), done.stderr)
+    for arguments in (["-f", "qcow2", "a.raw"], ["-f", "raw", "b.qcow2"], ["c.img"]):
+        r.require(not both.ours("info", *arguments).stderr, f"{arguments}: a warning")
+
+
+def test_onto_an_image_that_reads_as_zeroes(both):
+    """`convert -n --target-is-zero` writes data only, as qemu-img does."""
+    (both.dir / "from").write_bytes(b"\x11" * MIB + bytes(MIB))
+    for to, ours in (("mine", True), ("their", False)):
+        # The bytes show what is written.
+        (both.dir / to).write_bytes(b"\x55" * (2 * MIB))
+        run = both.ours if ours else both.theirs
+        run("convert", "-n", "--target-is-zero", "-f", "raw", "-O", "raw", "from", to)
+        data = (both.dir / to).read_bytes()
+        r.require(data == b"\x11" * MIB + b"\x55" * MIB, f"{to}: zeroes are written, or data is not")
+    r.message_of(both.ours("convert", "--target-is-zero", "from", "new", check=False), "-n", code=(2,))
+
+
+def test_options_of_qemu_img_that_are_absent_have_a_reason(both):
+    for arguments, words in (
+        (["convert", "-m", "8", "a", "b"], ("-m", "vshunt chooses", "leave it out")),
+        (["convert", "-B", "base", "-F", "raw", "a", "b"], ("-B", "create -b")),
+        (["convert", "-l", "one", "a", "b"], ("-l", "image snapshot -a")),
+        (["commit", "a"], ("image commit", "vshunt commit")),
+    ):
+        r.message_of(both.ours(*arguments, check=False), *words, code=(2,))
