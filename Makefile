@@ -6,7 +6,7 @@ CARGO   ?= cargo
 export CARGO
 
 .DEFAULT_GOAL := help
-.PHONY: help build run check test test-kernel bench lint soak fuzz docs reference install deb static reproducible clean
+.PHONY: help build run recording check test test-kernel bench lint soak fuzz docs reference install deb static reproducible clean
 
 help: ## what there is
 	@echo 'vshunt: virtual disks served by many queues and many workers'
@@ -18,6 +18,9 @@ build: ## the programs, optimised, in target/release
 
 run: build ## a minute's tour: a disk served, driven, its queues moved under load; no root, no QEMU
 	scripts/run
+
+recording: build ## the terminal recording of the README, in docs/pictures; a minute, best on a quiet machine
+	scripts/recording
 
 check: ## the fast loop: format, clippy, unit tests of the crates that differ from main
 	scripts/check
