@@ -24,7 +24,7 @@ BOOT_S = 120
 def mirror():
     """The Debian mirror of this machine."""
     places = [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]
-    text = "\n".join(p.read_text(encoding="utf-8") for p in places if p.suffix in (".list", ".sources"))
+    text = "\n".join(p.read_text(encoding="utf-8") for p in places if p.suffix in (".list", ".sources") and p.is_file())
     found = re.search(r"^(?:URIs: *|deb (?:\[[^]]*\] )?)(\S+/debian/?)(?:\s|$)", text, re.MULTILINE)
     if not found:
         raise r.Skipped("apt has no Debian mirror configured, so there is none to take a root from")
