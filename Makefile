@@ -6,7 +6,7 @@ CARGO   ?= cargo
 export CARGO
 
 .DEFAULT_GOAL := help
-.PHONY: help build run recording check test test-kernel bench lint soak fuzz docs reference install deb static reproducible clean
+.PHONY: help build run recording check test test-kernel bench lint soak fuzz docs reference install deb rpm static reproducible clean
 
 help: ## what there is
 	@echo 'vshunt: virtual disks served by many queues and many workers'
@@ -54,6 +54,9 @@ install: build ## programs, man pages, completions, units; PREFIX=/usr/local DES
 
 deb: build ## Debian packages of the programs and of the kernel module's source, in target/deb
 	scripts/deb
+
+rpm: build ## an RPM package of the programs, in target/rpm
+	scripts/rpm
 
 static: ## static programs in a tarball, with an SBOM and checksums, in target/static: for any distribution
 	scripts/static

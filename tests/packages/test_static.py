@@ -16,31 +16,7 @@ from pathlib import Path
 import pytest
 import rig as r
 
-BUILD_S = 900
-# Cargo's names for what makes a build slow.
-QUICK = {"CARGO_PROFILE_RELEASE_OPT_LEVEL": "0", "CARGO_PROFILE_RELEASE_LTO": "off", "CARGO_PROFILE_RELEASE_CODEGEN_UNITS": "64"}
 BENCH = ("blk", "--rw", "randrw", "--verify", "--ios", "2000", "--queues", "2", "--quiet", "--socket")
-
-
-def build(out, **more):
-    env = {**os.environ, **QUICK, "OUT": str(out), **more}
-    r.run([r.ROOT / "scripts/static"], timeout_s=BUILD_S, env=env)
-    return out
-
-
-@pytest.fixture(scope="module")
-def static(rig):
-    """The folder of the results."""
-    return build(rig.dir / "static")
-
-
-@pytest.fixture(scope="module")
-def tree(rig, static):
-    """The folder that the tarball has, unpacked."""
-    (rig.dir / "unpacked").mkdir()
-    r.run(["tar", "-C", rig.dir / "unpacked", "-xzf", one(static, "*.tar.gz")])
-    (folder,) = (rig.dir / "unpacked").iterdir()
-    return folder
 
 
 def one(folder, pattern):
@@ -100,13 +76,9 @@ def test_no_path_of_this_machine(tree):
                 r.require(at < 0, f"{path.name} has {data[at : at + 120]!r}")
 
 
-def test_packed_twice(rig, static, record):
-    """Another folder, file mode mask, time zone and language give the same bytes."""
-    before = os.umask(0o077)
-    try:
-        again = build(rig.dir / "packed again", TZ="Asia/Tokyo", LC_ALL="C.UTF-8")
-    finally:
-        os.umask(before)
+def test_packed_twice(static, again, record):
+    """Another folder, file mode mask and time zone give the same bytes."""
+    again = again("static")
     sums = (static / "SHA256SUMS").read_text(encoding="ascii"), (again / "SHA256SUMS").read_text(encoding="ascii")
     r.require(sums[0] == sums[1], f"packed twice: {sums}")
     record("skip", "two builds in different folders are compared by `make reproducible`: they take too long for each run")
