@@ -6,7 +6,7 @@ CARGO   ?= cargo
 export CARGO
 
 .DEFAULT_GOAL := help
-.PHONY: help build run recording check test test-kernel bench lint soak fuzz docs reference install deb rpm static reproducible clean
+.PHONY: help build run recording check test test-kernel bench lint soak fuzz docs reference install deb rpm static reproducible release clean
 
 help: ## what there is
 	@echo 'vshunt: virtual disks served by many queues and many workers'
@@ -63,6 +63,9 @@ static: ## static programs in a tarball, with an SBOM and checksums, in target/s
 
 reproducible: ## two static builds in different folders, compared: equal bytes; two whole builds
 	scripts/static reproduce
+
+release: ## VERSION=x.y.z: version, changelog, commit, tag, packages; DRY_RUN=1 says what it would do
+	scripts/release $(if $(DRY_RUN),--dry-run) $(VERSION)
 
 clean: ## remove what was built
 	$(CARGO) clean
