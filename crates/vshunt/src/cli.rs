@@ -4,6 +4,7 @@
 //! daemon, `show` the tables, and `usage` the text for a missing subcommand.
 
 mod args;
+mod attach;
 mod call;
 pub mod client;
 mod jobs;
@@ -14,6 +15,7 @@ mod run;
 mod running;
 mod show;
 mod snapshot;
+mod top;
 mod usage;
 
 use std::ffi::OsString;

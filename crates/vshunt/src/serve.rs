@@ -29,7 +29,7 @@ mod activation;
 mod confine;
 pub(crate) mod log;
 pub(crate) mod paste;
-mod signals;
+pub(crate) mod signals;
 
 use std::path::PathBuf;
 use std::sync::Arc;

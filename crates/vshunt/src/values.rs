@@ -3,6 +3,7 @@
 //! Clap calls them and puts the flag and its value before their error messages.
 
 use std::borrow::Cow;
+use std::fmt;
 use std::ops::RangeInclusive;
 use std::path::Path;
 use std::str::FromStr;
@@ -112,6 +113,17 @@ pub(crate) struct QueueNames {
     pub(crate) export: String,
     /// The indices. None: all queues of the export.
     pub(crate) indices: Option<RangeInclusive<u16>>,
+}
+
+impl fmt::Display for QueueNames {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let export = &self.export;
+        match self.indices.as_ref().map(|indices| (indices.start(), indices.end())) {
+            None => f.write_str(export),
+            Some((first, last)) if first == last => write!(f, "{export}:{first}"),
+            Some((first, last)) => write!(f, "{export}:{first}-{last}"),
+        }
+    }
 }
 
 /// Parses [`QueueNames`].

@@ -75,6 +75,9 @@ pub(crate) enum Command {
     /// Show disks, networks, exports, queues and workers
     #[command(after_long_help = STATUS_AFTER)]
     Status(ListArgs),
+    /// Show rates of exports, queues and workers, and move queues by keys
+    #[command(after_long_help = TOP_AFTER)]
+    Top(TopArgs),
     /// Check a configuration file, or print one of what runs
     #[command(subcommand, after_long_help = examples::CONFIG)]
     Config(config::ConfigCommand),
@@ -177,6 +180,61 @@ pub(crate) struct ListArgs {
     #[arg(long)]
     pub(crate) json: bool,
 }
+
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct TopArgs {
+    /// Time between two samples, for example 500ms or 2s
+    #[arg(short, long, value_name = "TIME", default_value = "1s", value_parser = interval)]
+    pub(crate) interval: Duration,
+    /// Print the tables of one interval, and end
+    #[arg(long)]
+    pub(crate) once: bool,
+    /// Print a line of JSON for each interval; with --once, one line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+fn interval(text: &str) -> Result<Duration, String> {
+    match parse_duration(text)? {
+        time if (INTERVAL_MIN..=INTERVAL_MAX).contains(&time) => Ok(time),
+        _ => Err("an interval is 100ms to 1h".into()),
+    }
+}
+
+/// Limits of the time between two samples of `top`. Each sample asks the daemon for all queues.
+const INTERVAL_MIN: Duration = Duration::from_millis(100);
+const INTERVAL_MAX: Duration = Duration::from_secs(3600);
+
+const TOP_AFTER: &str = "\
+Keys:
+  Tab          next table; the selected row is in the table with the bold title
+  arrows, j k  select a row
+  m            move the selected queue, or all queues of the selected export, to
+               a worker
+  s, r         sort by name, requests or bytes (workers: CPU); reverse
+  /            show only names that contain a text; Esc shows all again
+  space        pause
+  ?            list the keys
+  q, Ctrl-C    quit
+
+Columns:
+  REQ/s      requests completed per second; of a network: frames
+  READ/s, WRITTEN/s  bytes that the guest read and wrote per second
+  ERR/s      requests that completed with an error, per second
+  IN-FLIGHT  requests that are taken and not completed, at this moment
+  CPU%       share of one CPU that the worker used. It includes polling
+  NOTE       hot: the worker uses 90 % of a CPU or more; stalled: it has work
+             and has not run for one second; kernel: a worker of the kernel
+  SLEEPS/s   how often the worker waited for requests
+
+Queues that no guest has started are left out. A message below tells which queues
+moved to another worker. If the daemon ends, top waits for the next one. NO_COLOR
+or TERM=dumb in the environment: no colours.
+
+Examples:
+  vshunt top
+  vshunt top --once
+  vshunt top --json --interval 5s | jq .workers";
 
 const STATUS_AFTER: &str = "\
 Tables without rows are left out.

@@ -11,17 +11,16 @@ use vshunt_types::spec::{
 };
 
 use super::args::config::ConfigCommand;
-use super::args::{
-    AttachArgs, Cli, Command, DiskCommand, ExportCommand, ListArgs, NetCommand, WorkerCommand,
-};
+use super::args::{Cli, Command, DiskCommand, ExportCommand, ListArgs, NetCommand, WorkerCommand};
+use super::attach::{move_queues, worker_id};
 use super::call::{absolute, call, connect, list, print_json, query, send, to_value};
 use super::client::Client;
 use super::passing::{self, Wanted};
-use super::{jobs, pages, quit, running, show, snapshot};
+use super::{jobs, pages, quit, running, show, snapshot, top};
 use crate::image::{self, summary};
 use crate::outcome::{Failure, Outcome, print};
 use crate::serve::{ServeOptions, serve};
-use crate::values::{QueueNames, SizeChange};
+use crate::values::SizeChange;
 use crate::{config, doctor, run_folder};
 
 pub(super) fn run(cli: Cli) -> Outcome {
@@ -44,10 +43,11 @@ pub(super) fn run(cli: Cli) -> Outcome {
             serve(setup, &ServeOptions { program: "vshunt", log: cli.log, ends_with, if_running })
         }
         Command::Status(args) => status(&mut connect()?, args),
+        Command::Top(args) => top::run(control, &args),
         Command::Config(ConfigCommand::Check { file }) => config::check::file(&file),
         Command::Config(ConfigCommand::Show) => config_show(&mut connect()?),
         Command::Worker(command) => worker(&mut connect()?, command),
-        Command::Attach(args) => attach(&mut connect()?, args),
+        Command::Attach(args) => print(&format!("{}\n", move_queues(&mut connect()?, args)?)),
         Command::Disk(command) => disk(&mut connect()?, command),
         Command::Net(command) => net(&mut connect()?, command),
         Command::Export(command) => export(&mut connect()?, command, cli.log.quiet),
@@ -158,48 +158,6 @@ fn worker(client: &mut Client, command: WorkerCommand) -> Outcome {
             send(client, "worker-set", arguments)
         }
     }
-}
-
-/// Returns the id that `text` is, or the id of the only worker of that name.
-fn worker_id(client: &mut Client, text: &str) -> Outcome<u32> {
-    if let Ok(id) = text.parse() {
-        return Ok(id);
-    }
-    let workers: Vec<WorkerInfo> = call(client, "query-workers", json!({}))?;
-    let mut named = workers.iter().filter(|w| w.name == text);
-    match (named.next(), named.next()) {
-        (Some(worker), None) => Ok(worker.id),
-        (None, _) => Err(Failure::Failed(format!("there is no worker {text}; see `vshunt worker list`"))),
-        _ => Err(Failure::Failed(format!("several workers are named {text}; use an id"))),
-    }
-}
-
-fn attach(client: &mut Client, args: AttachArgs) -> Outcome {
-    let worker = worker_id(client, &args.worker)?;
-    let QueueNames { export, indices } = args.queues;
-    let indices = match indices {
-        Some(indices) => indices,
-        None => {
-            let queues: Vec<QueueInfo> = call(client, "query-queues", json!({}))?;
-            let last = queues.iter().filter(|queue| queue.export == export).map(|queue| queue.index).max();
-            0..=last.ok_or_else(|| {
-                Failure::Failed(format!("there is no export {export} with queues; see `vshunt status`"))
-            })?
-        }
-    };
-    let named = match (indices.start(), indices.end()) {
-        (first, last) if first == last => format!("{export}:{first} is"),
-        (first, last) => format!("{export}:{first}-{last} are"),
-    };
-    let arguments = json!({
-        "export": export,
-        "index": indices.start(),
-        "last": indices.end(),
-        "worker": worker,
-        "timeout-ms": u64::try_from(args.timeout.as_millis()).unwrap_or(u64::MAX),
-    });
-    send(client, "queue-attach", arguments)?;
-    print(&format!("{named} on worker {worker}\n"))
 }
 
 fn disk(client: &mut Client, command: DiskCommand) -> Outcome {

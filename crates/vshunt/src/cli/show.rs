@@ -12,12 +12,13 @@ use vshunt_types::spec::{
     WorkerKind, cpu_list,
 };
 
+pub(crate) use self::idle::ranges;
 pub(crate) use self::queues::{drops, queues};
 
 /// The title of a column. A column whose title begins with `>` has numbers.
 type Title = &'static str;
 
-fn table<const N: usize>(titles: [Title; N], rows: impl Iterator<Item = [String; N]>) -> String {
+pub(crate) fn table<const N: usize>(titles: [Title; N], rows: impl Iterator<Item = [String; N]>) -> String {
     let head = titles.map(|t| t.trim_start_matches('>').to_owned());
     let rows: Vec<[String; N]> = std::iter::once(head).chain(rows).collect();
     let width = |at: usize| rows.iter().map(|r| r[at].chars().count()).max().unwrap_or(0);
@@ -38,7 +39,7 @@ fn table<const N: usize>(titles: [Title; N], rows: impl Iterator<Item = [String;
 }
 
 /// Returns `-` for an empty text.
-fn or_dash(text: String) -> String {
+pub(crate) fn or_dash(text: String) -> String {
     if text.is_empty() { "-".to_owned() } else { text }
 }
 

@@ -22,7 +22,7 @@ pub(super) fn split(queues: &[QueueInfo]) -> (Vec<&QueueInfo>, Vec<String>) {
 }
 
 /// Joins names of queues, `EXPORT:INDEX`. Three and more in a row are written `EXPORT:FIRST-LAST`.
-pub(super) fn ranges(names: &[String]) -> String {
+pub(crate) fn ranges(names: &[String]) -> String {
     let indices: Vec<Option<(&str, u32)>> = names.iter().map(|name| index(name)).collect();
     let follows = |a: usize| match (indices.get(a), indices.get(a + 1)) {
         (Some(Some((export, n))), Some(Some((next, m)))) => export == next && n.checked_add(1) == Some(*m),

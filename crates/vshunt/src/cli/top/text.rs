@@ -1,0 +1,140 @@
+//! The tables of `vshunt top --once`, and the cells that the terminal shows, too.
+
+use vshunt_types::spec::{ExportKind, WorkerKind, cpu_list};
+
+use super::super::show::{or_dash, ranges, table};
+use super::view::{ExportRow, QueueRow, Rates, View, WorkerRow};
+
+pub(super) const EXPORTS: [&str; 8] =
+    ["EXPORT", "TYPE", "BACKEND", "STATE", ">IN-FLIGHT", ">REQ/s", ">READ/s", ">WRITTEN/s"];
+pub(super) const QUEUES: [&str; 8] =
+    ["QUEUE", ">WORKER", "STATE", ">IN-FLIGHT", ">REQ/s", ">READ/s", ">WRITTEN/s", ">ERR/s"];
+pub(super) const WORKERS: [&str; 8] =
+    [">WORKER", "NAME", "CPUS", ">CPU%", "NOTE", ">REQ/s", ">SLEEPS/s", "QUEUES"];
+
+/// Returns all tables. There is always a worker.
+pub(super) fn tables(view: &View) -> String {
+    let mut text = String::new();
+    if !view.exports.is_empty() {
+        text += &table(EXPORTS, view.exports.iter().map(export));
+        text += "\n";
+    }
+    if !view.queues.is_empty() {
+        text += &table(QUEUES, view.queues.iter().map(queue));
+        text += "\n";
+    }
+    text + &table(WORKERS, view.workers.iter().map(worker))
+}
+
+pub(super) fn export(row: &ExportRow) -> [String; 8] {
+    let kind = match row.kind {
+        ExportKind::VhostUserBlk => "vhost-user-blk",
+        ExportKind::VhostUserNet => "vhost-user-net",
+        ExportKind::Fuse => "fuse",
+        ExportKind::Uplink => "uplink",
+    };
+    let state = match (row.kind, row.connected) {
+        (ExportKind::Fuse, _) => "mounted",
+        (ExportKind::Uplink, _) => "joined",
+        (_, true) => "connected",
+        (_, false) => "waiting",
+    };
+    let [requests, read, written, _] = rates(&row.rates);
+    [
+        row.name.clone(),
+        kind.to_owned(),
+        row.backend.clone(),
+        state.to_owned(),
+        row.in_flight.to_string(),
+        requests,
+        read,
+        written,
+    ]
+}
+
+pub(super) fn queue(row: &QueueRow) -> [String; 8] {
+    let [requests, read, written, errors] = rates(&row.rates);
+    [
+        row.name(),
+        row.worker.to_string(),
+        row.state.clone(),
+        row.in_flight.to_string(),
+        requests,
+        read,
+        written,
+        errors,
+    ]
+}
+
+pub(super) fn worker(row: &WorkerRow) -> [String; 8] {
+    let note = match (row.kind, row.stalled, row.hot) {
+        (_, true, _) => "stalled",
+        (_, _, true) => "hot",
+        (WorkerKind::Kernel, ..) => "kernel",
+        _ => "-",
+    };
+    [
+        row.id.to_string(),
+        row.name.clone(),
+        or_dash(cpu_list(&row.cpu)),
+        format!("{:.1}", row.cpu_percent),
+        note.to_owned(),
+        count(row.requests_per_s),
+        count(row.sleeps_per_s),
+        or_dash(ranges(&row.queues)),
+    ]
+}
+
+pub(super) fn rates(rates: &Rates) -> [String; 4] {
+    [count(rates.requests), bytes(rates.read), bytes(rates.written), count(rates.errors)]
+}
+
+/// Formats a number with at most four digits: 999, 12.3k, 4.56M.
+fn count(n: f64) -> String {
+    scaled(n, 1000.0, ["", "k", "M", "G", "T"])
+}
+
+/// Formats bytes in units of 1024: 999, 12.3K, 4.56M.
+fn bytes(n: f64) -> String {
+    scaled(n, 1024.0, ["", "K", "M", "G", "T"])
+}
+
+fn scaled(mut n: f64, step: f64, units: [&str; 5]) -> String {
+    let mut unit = 0;
+    // 999.95 would be rounded to 1000.0.
+    while n >= 999.95 && unit + 1 < units.len() {
+        n /= step;
+        unit += 1;
+    }
+    match (unit, n) {
+        (0, _) => format!("{n:.0}"),
+        (_, n) if n < 9.995 => format!("{n:.2}{}", units[unit]),
+        (_, n) if n < 99.95 => format!("{n:.1}{}", units[unit]),
+        _ => format!("{n:.0}{}", units[unit]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_at_most_four_digits() {
+        let cases = [
+            (0.0, "0"),
+            (0.4, "0"),
+            (999.4, "999"),
+            (1000.0, "1.00k"),
+            (12_345.0, "12.3k"),
+            (999_960.0, "1.00M"),
+        ];
+        for (n, want) in cases {
+            assert_eq!(count(n), want, "{n}");
+        }
+        for (n, want) in
+            [(1023.0, "1.00K"), (4096.0, "4.00K"), (3.5 * 1048576.0, "3.50M"), (1e30, "909494701772928256T")]
+        {
+            assert_eq!(bytes(n), want, "{n}");
+        }
+    }
+}

@@ -1,0 +1,111 @@
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use super::*;
+
+pub(in super::super) fn queue(export: &str, index: u16, worker: u32, requests: u64) -> QueueInfo {
+    serde_json::from_value(json!({
+        "export": export, "index": index, "worker": worker, "state": "running", "size": 64, "packed": false,
+        "in-flight": 2, "generation": 1, "requests": requests, "errors": 0, "read-bytes": requests * 4096,
+        "write-bytes": 0, "kicks": 0, "notifications": 0,
+    }))
+    .unwrap()
+}
+
+pub(in super::super) fn worker(id: u32, cpu_time_us: u64, queues: &[&str]) -> WorkerInfo {
+    serde_json::from_value(json!({
+        "id": id, "name": format!("worker-{id}"), "kind": "user", "tid": 1, "cpu": [0, 1], "nice": 0, "poll-us": 50,
+        "queues": queues, "cpu-time-us": cpu_time_us, "sleeps": 0, "requests": 0,
+    }))
+    .unwrap()
+}
+
+pub(in super::super) fn sample(at: Instant, queues: Vec<QueueInfo>, workers: Vec<WorkerInfo>) -> Sample {
+    let mut names: Vec<_> = queues.iter().map(|q| q.export.clone()).collect();
+    names.dedup();
+    let export = |name: &String| {
+        serde_json::from_value(
+            json!({ "type": "vhost-user-blk", "name": name, "disk": "d0", "engine": "user",
+            "connected": true, "features": [], "queue-list": [] }),
+        )
+        .unwrap()
+    };
+    Sample { at, exports: names.iter().map(export).collect(), queues, workers }
+}
+
+/// Two samples, two seconds apart: vm0:1 does 500 requests per second, vm1:0 100.
+pub(in super::super) fn samples() -> (Sample, Sample) {
+    let at = Instant::now();
+    let queues = |a, b| vec![queue("vm0", 0, 0, 7), queue("vm0", 1, 1, a), queue("vm1", 0, 0, b)];
+    let before = sample(at, queues(0, 0), vec![worker(0, 0, &["vm0:0", "vm1:0"]), worker(1, 0, &["vm0:1"])]);
+    let now = sample(
+        at + Duration::from_secs(2),
+        queues(1000, 200),
+        vec![worker(0, 100_000, &["vm0:0", "vm1:0"]), worker(1, 1_900_000, &["vm0:1"])],
+    );
+    (before, now)
+}
+
+#[test]
+fn rates_are_per_second_and_exports_are_sums() {
+    let (before, now) = samples();
+    let view = View::between(&before, &now);
+    let requests: Vec<_> = view.queues.iter().map(|q| (q.name(), q.rates.requests)).collect();
+    assert_eq!(requests, [("vm0:0".into(), 0.0), ("vm0:1".into(), 500.0), ("vm1:0".into(), 100.0)]);
+    assert_eq!(view.exports[0].rates.requests, 500.0);
+    assert_eq!(view.exports[0].rates.read, 500.0 * 4096.0);
+    assert_eq!(view.exports[0].in_flight, 4);
+    let cpu: Vec<_> = view.workers.iter().map(|w| (w.cpu_percent, w.hot)).collect();
+    assert_eq!(cpu, [(5.0, false), (95.0, true)]);
+}
+
+#[test]
+fn the_first_sample_and_new_rows_have_no_rates() {
+    let (before, now) = samples();
+    let view = View::between(&now, &now);
+    assert!(view.queues.iter().all(|q| q.rates == Rates::default()), "{view:?}");
+    let empty = Sample { queues: Vec::new(), workers: Vec::new(), exports: Vec::new(), ..before };
+    let view = View::between(&empty, &now);
+    assert!(view.queues.iter().all(|q| q.rates == Rates::default()), "{view:?}");
+    assert!(view.workers.iter().all(|w| w.cpu_percent == 0.0), "{view:?}");
+}
+
+#[test]
+fn a_counter_that_begins_again_is_no_negative_rate() {
+    assert_eq!(rate(1000, 10, 2.0), 5.0);
+    assert_eq!(rate(1000, 3000, 2.0), 1000.0);
+    assert_eq!(rate(1000, 3000, 0.0), 0.0);
+}
+
+#[test]
+fn queues_that_never_started_are_left_out() {
+    let (before, mut now) = samples();
+    now.queues[0].size = 0;
+    now.queues[0].state = "stopped".into();
+    assert_eq!(View::between(&before, &now).queues.len(), 2);
+}
+
+#[test]
+fn rows_are_sorted_and_filtered() {
+    let (before, now) = samples();
+    let names = |view: &View| view.queues.iter().map(QueueRow::name).collect::<Vec<_>>();
+    let mut view = View::between(&before, &now);
+    view.sort(Order::Requests, false);
+    assert_eq!(names(&view), ["vm0:1", "vm1:0", "vm0:0"]);
+    view.sort(Order::Bytes, true);
+    assert_eq!(names(&view), ["vm0:0", "vm1:0", "vm0:1"]);
+    assert_eq!(view.workers[0].id, 0);
+    view.filter("vm1");
+    assert_eq!(names(&view), ["vm1:0"]);
+    assert_eq!((view.exports.len(), view.workers.len()), (1, 1));
+}
+
+#[test]
+fn moves_are_told_by_worker() {
+    let (before, mut now) = samples();
+    assert!(moves(&before, &now).is_empty());
+    now.queues[0].worker = 1;
+    now.queues[2].worker = 1;
+    assert_eq!(moves(&before, &now), ["moved to worker 1: vm0:0,vm1:0"]);
+}
