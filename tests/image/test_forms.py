@@ -1,5 +1,7 @@
 """Tests how `vshunt image` takes its arguments: lists of options, names that disagree, options of qemu-img that are absent."""
 
+import json
+
 import rig as r
 
 MIB = 1 << 20
@@ -37,6 +39,23 @@ def test_onto_an_image_that_reads_as_zeroes(both):
         data = (both.dir / to).read_bytes()
         r.require(data == b"\x11" * MIB + b"\x55" * MIB, f"{to}: zeroes are written, or data is not")
     r.message_of(both.ours("convert", "--target-is-zero", "from", "new", check=False), "-n", code=(2,))
+
+
+def test_bitmaps_are_copied(both):
+    """`convert --bitmaps` as qemu-img does it; the bits are compared in a unit test."""
+    both.ours("create", "-q", "-f", "qcow2", "marked", "8M")
+    both.ours("bitmap", "--add", "-g", "4096", "marked", "b0")
+    both.ours("bitmap", "--add", "--disable", "marked", "b1")
+    both.io("marked", "write -P 7 1M 64k")
+    for to, run in (("marked.mine", both.ours), ("marked.their", both.theirs)):
+        run("convert", "--bitmaps", "-O", "qcow2", "marked", to)
+        both.clean(to)
+    lists = [json.loads(both.theirs("info", "--output=json", to).stdout)["format-specific"]["data"]["bitmaps"] for to in ("marked.mine", "marked.their")]
+    r.require(lists[0] == lists[1] and len(lists[0]) == 2, f"{lists[0]} is not {lists[1]}")
+    r.message_of(both.ours("convert", "--bitmaps", "marked", "marked.raw", check=False), "--bitmaps", "-O qcow2", code=(2,))
+    old = both.ours("convert", "--bitmaps", "-O", "qcow2", "-o", "compat=0.10", "marked", "old", check=False)
+    r.message_of(old, "compat=0.10", "bitmaps", code=(1,))
+    r.require(not (both.dir / "old").exists(), "an incomplete copy is left")
 
 
 def test_options_of_qemu_img_that_are_absent_have_a_reason(both):

@@ -139,7 +139,7 @@ mod tests {
         for (words, want) in [
             ("convert -m 8 a b", "image convert has no -m: vshunt chooses"),
             ("convert -B x a b", "image convert has no -B: "),
-            ("convert --bitmaps a b", "has no --bitmaps: "),
+            ("convert --salvage a b", "has no --salvage: "),
             ("convert -t none a b", "has no -t: "),
             ("info --image-opts a", "image info has no --image-opts: "),
             ("resize -U a 1G", "image resize has no -U: "),

@@ -37,12 +37,6 @@ const ABSENT: &[Absent] = &[
         `vshunt image snapshot -a NAME FILE`",
     ),
     of(
-        &["convert"],
-        &["--bitmaps", "--skip-broken-bitmaps"],
-        "a copy has no dirty bitmaps; leave it out, or copy the file \
-        itself (cp --sparse=always), which keeps them",
-    ),
-    of(
         &["convert", "dd"],
         &["--salvage"],
         "a copy ends at the first error of a read; ddrescue reads what is left of a \

@@ -254,6 +254,12 @@ pub(crate) struct ConvertArgs {
     /// Write to an existing image of the same size
     #[arg(short = 'n', conflicts_with = "options")]
     pub(super) no_create: bool,
+    /// Copy the persistent dirty bitmaps of the image, too (qcow2)
+    #[arg(long)]
+    pub(super) bitmaps: bool,
+    /// Leave out bitmaps that the last writer did not store
+    #[arg(long, requires = "bitmaps")]
+    pub(super) skip_broken_bitmaps: bool,
     /// With -n: the existing image reads as zeroes, so only data is written
     #[arg(long, requires = "no_create")]
     pub(super) target_is_zero: bool,

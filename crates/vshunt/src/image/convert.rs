@@ -11,7 +11,7 @@ use super::args::{ConvertArgs, CreateArgs};
 use super::file::{For, ImageFile};
 use super::info::{CHAIN_MAX, beside};
 use super::progress::{Bar, summary};
-use super::{ImageFormat, create, failed};
+use super::{ImageFormat, bitmap, create, failed, no_qcow2};
 use crate::outcome::{Failure, Outcome, print};
 
 /// The exit code for a copy of an image that may lack completed writes.
@@ -33,6 +33,10 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     };
     let (format, size) = source(&args, &from_file)?;
     not_of(&to_file, from_file.clone(), format == ImageFormat::Qcow2)?;
+    let bitmaps = match args.bitmaps {
+        true => bitmaps(&args, format, &from_file)?,
+        false => Vec::new(),
+    };
     let new = !to_file.exists();
     if args.no_create && new {
         return Err(Failure::Failed(format!(
@@ -75,13 +79,13 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     let (mut bar, start) = (Bar::bytes("converting", quiet, args.progress), Instant::now());
     let done = source.to(&to, args.compress, fresh, &mut |done, all| bar.set(done, all));
     drop(bar);
-    done.map_err(|e| {
+    let done = done.map_err(|e| Failure::Failed(e.to_string()));
+    done.and_then(|()| bitmap::add_all(&to_file, &bitmaps)).inspect_err(|_| {
         // An incomplete copy is removed.
-        let made = [Some((new, to_file)), data];
+        let made = [Some((new, to_file.clone())), data];
         for (_, file) in made.into_iter().flatten().filter(|(new, _)| *new) {
             let _ = std::fs::remove_file(file);
         }
-        Failure::Failed(e.to_string())
     })?;
     if !quiet {
         print(&summary("Copied", size, start.elapsed()))?;
@@ -89,6 +93,19 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     match readings.iter().any(|reading| reading.lost_writes) {
         true => Err(Failure::Status(LACKS)),
         false => Ok(()),
+    }
+}
+
+/// Returns the bitmaps of the source, which both formats have to support.
+fn bitmaps(args: &ConvertArgs, format: ImageFormat, from: &Path) -> Outcome<Vec<bitmap::Copied>> {
+    if args.output_format == ImageFormat::Raw {
+        return Err(Failure::Usage(
+            "a raw image has no bitmaps; leave out --bitmaps, or give -O qcow2".into(),
+        ));
+    }
+    match format {
+        ImageFormat::Raw => Err(no_qcow2(from, "bitmaps; leave out --bitmaps")),
+        ImageFormat::Qcow2 => bitmap::read_all(from, args.force_share, args.skip_broken_bitmaps),
     }
 }
 
