@@ -121,6 +121,15 @@ def test_a_ring_of_descriptors(c, size):
     refused(c.order(p.SET_VRING_NUM, struct.pack("<II", 0, size)))
 
 
+def test_a_ring_of_a_vmm_that_offers_its_largest(c, served):
+    """crosvm offers 32,768 descriptors if it is not told otherwise; the log has the remedy."""
+    c.handshake()
+    c.memory()
+    refused(c.order(p.SET_VRING_NUM, struct.pack("<II", 0, 32768)))
+    wanted = ("cannot have 32768 descriptors", "crosvm: max-queue-size")
+    r.wait_for("the log has the remedy", lambda: all(text in served.daemon.child.output() for text in wanted))
+
+
 def test_a_ring_outside_of_memory(c):
     c.handshake()
     c.memory()

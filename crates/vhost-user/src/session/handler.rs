@@ -111,7 +111,11 @@ impl VhostUserBackendReqHandlerMut for Session {
         // The size of a split ring is a power of two (Virtio 1.3, 2.7). The size of a packed ring
         // need not be (2.8).
         if size == 0 || size > MAX_QUEUE_SIZE || (!packed && !size.is_power_of_two()) {
-            return Err(refuse(format!("queue {index} cannot have {num} descriptors")));
+            return Err(refuse(format!(
+                "queue {index} cannot have {num} descriptors, but {MAX_QUEUE_SIZE} at most{}; limit them in \
+                 the VMM (QEMU: queue-size, crosvm: max-queue-size, Cloud Hypervisor: queue_size)",
+                if packed { "" } else { ", and a power of two" }
+            )));
         }
         if vring.running {
             return Err(refuse("the ring's size changes while the ring runs"));
