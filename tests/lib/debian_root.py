@@ -5,9 +5,11 @@ its own folder and goes with it.
 """
 
 import fcntl
+import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import uuid
 from pathlib import Path
@@ -51,23 +53,65 @@ def base(suite):
     return folder
 
 
-class Root:
-    """A root of its own for a test. `with Root(rig, suite) as root` mounts it; `boot` starts its systemd."""
+def layers(suite, packages):
+    """The folders of a root with these Debian packages, from the top, for an overlay. The upper one is made once, in the cache, too."""
+    below = base(suite)
+    if not packages:
+        return [below]
+    digest = hashlib.sha256(" ".join(sorted(packages)).encode()).hexdigest()[:12]
+    folder = below.with_name(f"{suite}-{digest}")
+    with open(folder.parent / "lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            part, work, merged = (folder.with_suffix(end) for end in (".part", ".work", ".merged"))
+            for place in (part, work, merged):
+                shutil.rmtree(place, ignore_errors=True)
+                place.mkdir()
+            overlay([below], part, work, merged)
+            try:
+                for words in (["update"], ["-y", "--no-install-recommends", "install", *packages], ["clean"]):
+                    done = outside(merged, ["apt-get", "-q", *words], check=False)
+                    if done.returncode:
+                        raise r.Skipped(f"apt-get cannot install {', '.join(packages)} in a root of {suite}: {r.one_line(done.stderr[-300:])}")
+            finally:
+                r.run(["umount", merged])
+                shutil.rmtree(work, ignore_errors=True)
+                merged.rmdir()
+            part.rename(folder)
+    return [folder, below]
 
-    def __init__(self, rig, suite):
-        self.rig, self.suite = rig, suite
+
+def overlay(below, upper, work, merged):
+    """Mounts an overlay over the folders `below`."""
+    options = f"lowerdir={':'.join(map(str, below))},upperdir={upper},workdir={work}"
+    done = r.run(["mount", "-t", "overlay", "overlay", "-o", options, merged], check=False)
+    if done.returncode:
+        raise r.Skipped(f"no overlay can be mounted here: {r.one_line(done.stderr)}")
+
+
+def outside(path, argv, check=True, timeout_s=MAKE_S):
+    """Runs a program in a root that is not booted, with the network of this machine."""
+    env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
+    mounted = "mount -t proc proc /proc && exec \"$@\""
+    enter = ["unshare", "-m", "-p", "-f", "chroot", path, "sh", "-c", mounted, "sh"]
+    return r.run([*enter, *argv], check=check, timeout_s=timeout_s, env=env)
+
+
+class Root:
+    """A root of its own for a test, with Debian packages of its choice. `with Root(rig, suite) as root` mounts it; `boot` starts its
+    systemd."""
+
+    def __init__(self, rig, suite, packages=()):
+        self.rig, self.suite, self.packages = rig, suite, packages
         self.folder = rig.dir / f"root-{suite}"
         self.path = self.folder / "merged"
         self.container = self.leader = None
 
     def __enter__(self):
-        below = base(self.suite)
+        below = layers(self.suite, self.packages)
         for name in ("upper", "work", "merged"):
             (self.folder / name).mkdir(parents=True)
-        options = f"lowerdir={below},upperdir={self.folder}/upper,workdir={self.folder}/work"
-        done = r.run(["mount", "-t", "overlay", "overlay", "-o", options, self.path], check=False)
-        if done.returncode:
-            raise r.Skipped(f"no overlay can be mounted here: {r.one_line(done.stderr)}")
+        overlay(below, self.folder / "upper", self.folder / "work", self.path)
         # Without one systemd takes it for a first boot, and enables all units.
         self.write("etc/machine-id", f"{uuid.uuid4().hex}\n")
         return self
@@ -86,10 +130,7 @@ class Root:
 
     def outside(self, *argv, check=True, timeout_s=MAKE_S):
         """Runs a program in the root before it is booted, with the network of this machine."""
-        env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
-        mounted = "mount -t proc proc /proc && exec \"$@\""
-        enter = ["unshare", "-m", "-p", "-f", "chroot", self.path, "sh", "-c", mounted, "sh"]
-        return r.run([*enter, *argv], check=check, timeout_s=timeout_s, env=env)
+        return outside(self.path, argv, check, timeout_s)
 
     def boot(self, *options, whole_sys=False):
         """Boots it, without a network, and waits until all services are started. `whole_sys`: /sys has all folders, read-only;
@@ -112,6 +153,12 @@ class Root:
 
         r.wait_for(f"{self.suite} is booted", started, BOOT_S, every_s=0.3)
 
+    def kill(self):
+        """Ends the booted root and all that runs in it, like a power failure."""
+        if self.leader:
+            os.kill(self.leader, signal.SIGKILL)
+            self.container.wait()
+
     def _first(self):
         r.require(self.container.running(), f"the container ended: {self.container.tail()}")
         parents = [self.container.pid]
@@ -130,9 +177,13 @@ class Root:
 
     def inside(self, *argv, check=True, timeout_s=r.WAIT_S, **more):
         """Runs a program in the booted root."""
+        return r.run(self.argv(*argv), check=check, timeout_s=timeout_s, **more)
+
+    def argv(self, *argv):
+        """The words that run a program in the booted root, from outside."""
+        env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "HOME": "/root"}
         enter = ["nsenter", "-t", self.leader, "-m", "-u", "-i", "-n", "-p", "-r", "-w", "--"]
-        env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "HOME": "/root"}
-        return r.run([*enter, "env", "-i", *(f"{k}={v}" for k, v in env.items()), *argv], check=check, timeout_s=timeout_s, **more)
+        return [*enter, "env", "-i", *(f"{k}={v}" for k, v in env.items()), *argv]
 
     def shell(self, script, check=True, timeout_s=r.WAIT_S):
         """Runs a script in the booted root. -> what it printed"""
