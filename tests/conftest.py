@@ -24,6 +24,7 @@ MARKS = {
     "neighbour": ("serial",),
     "packages": ("root", "slow"),
     "guest": ("vm", "slow"),
+    "guides": ("root", "vm", "slow"),
     "guest-kill": ("vm", "slow"),
     "vmm-kill": ("vm", "slow"),
     "ordinary": ("root", "slow"),
@@ -37,7 +38,7 @@ MARKS = {
 # long tests come before those with many short ones: a process takes its next tests while its last
 # two have not ended yet.
 LONGEST = (
-    *("kernel", "kernel-relay", "kernel-net", "fuse", "net", "guest", "guest-kill", "vmm-kill", "kill9"),
+    *("kernel", "kernel-relay", "kernel-net", "fuse", "net", "guest", "guest-kill", "vmm-kill", "guides", "kill9"),
     *("qcow2", "backup", "packages", "snapshot", "image"),
 )
 

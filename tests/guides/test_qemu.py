@@ -1,0 +1,7 @@
+"""Runs docs/guide/qemu.md as it is written."""
+
+import guide
+
+
+def test_page(booted, record):
+    guide.Player(booted, record).play(guide.page("qemu.md"))
