@@ -156,3 +156,30 @@ def test_sets_the_version_and_tags(repository):
     r.require({line for line in lines if line[:3] not in ("+++", "---")} == expected, f"Cargo.lock: {lines}")
 
     repository.refuses("is empty", arguments=("--dry-run", f"{new[:-1]}1"))
+
+
+# In the place of the whole Makefile: targets that make a file of what they are given, and the call
+# of the script.
+MAKEFILE = """\
+release: ; scripts/release --build-only $(VERSION)
+deb: ; mkdir -p target/deb && echo 'deb "$(VERSION)"' >target/deb/one.deb
+rpm: ; mkdir -p target/rpm && echo 'rpm "$(VERSION)"' >target/rpm/one.rpm
+static: ; mkdir -p target/static && echo 'static "$(VERSION)"' | tee target/static/one.tar.gz >target/static/one.cdx.json
+"""
+
+
+def test_collects_files_and_sums(repository):
+    """The files of all packages are in one folder, with their sums. The version of the release is not passed on: the kernel module's
+    Makefile has a variable of this name."""
+    repository.reset()
+    repository.write("Makefile", MAKEFILE)
+    repository.commit()
+    repository.git("tag", "v9.0.0")
+    env = {name: value for name, value in os.environ.items() if name != "CARGO_TARGET_DIR"}
+    r.run(["make", "-C", repository.folder, "release", "VERSION=9.0.0"], env=env)
+    folder = repository.folder / "target/release-9.0.0"
+    names = ["one.cdx.json", "one.deb", "one.rpm", "one.tar.gz"]
+    r.require(sorted(p.name for p in folder.iterdir()) == ["SHA256SUMS", *names], f"the files are {list(folder.iterdir())}")
+    r.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder)
+    for name in names:
+        r.require('""' in (folder / name).read_text(encoding="utf-8"), f"the version of the release came to {name}")
