@@ -112,8 +112,10 @@ class Player:
         return self.root.argv("sh", "-euc", f"cd\n{block.text}")
 
     def run(self, block):
+        # The shell itself does not end for `! COMMAND` that succeeds.
+        script = re.sub(r"^! (.+)$", r"if \1; then exit 9; fi", block.text, flags=re.MULTILINE)
         try:
-            said = self.root.shell(f"cd\n{block.text}")
+            said = self.root.shell(f"cd\n{script}")
         except r.Failed as e:
             raise r.Failed(f"{block.place}: {e}") from e
         shown = not block.shows or re.search(block.shows, said, re.MULTILINE)
