@@ -104,6 +104,13 @@ def test_free_a_worker_that_has_queues(asked):
     asked.daemon.cli("worker", "free", busy)
 
 
+def test_attach_to_a_name_of_two_workers(asked):
+    twins = [asked.daemon.worker_new("--name", "twin") for _ in range(2)]
+    asked.refuse(("attach", "vm0:0", "twin"), ("several workers are named twin", "use an id"))
+    for twin in twins:
+        asked.daemon.cli("worker", "free", twin)
+
+
 def test_engine_auto_says_why_it_is_not_the_kernel(asked):
     asked.daemon.cli("export", "add", export("d2").format(dir=asked.rig.dir) + ",engine=auto")
     made = next(e for e in asked.daemon.status()["exports"] if e["name"] == "vm7")

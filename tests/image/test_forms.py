@@ -66,3 +66,25 @@ def test_options_of_qemu_img_that_are_absent_have_a_reason(both):
         (["commit", "a"], ("image commit", "vshunt commit")),
     ):
         r.message_of(both.ours(*arguments, check=False), *words, code=(2,))
+
+
+def test_what_is_missing_or_wrong_is_named(both):
+    """Words of the command line: exit status 2, and nothing is made."""
+    both.ours("create", "-q", "-f", "qcow2", "thin", "1M")
+    both.ours("create", "-q", "-f", "raw", "thick", "1M")
+    before = sorted(path.name for path in both.dir.iterdir())
+    for arguments, words in (
+        (["create", "new"], ("new: how large?", "20G")),
+        (["create", "-f", "qcow2", "-o", "compat=2", "new", "1M"], ("compat=2", "0.10", "1.1")),
+        (["bitmap", "thin", "b0"], ("--add", "--remove", "--clear", "--merge", "--enable", "--disable")),
+        (["dd", "if"], ("if=FILE", "of=FILE")),
+        (["dd", "if=thick", "of=new", "bs=0"], ("bs=0", "from 1 to")),
+        (["dd", "if=thick", "of=new", "seek=4"], ("seek=4", "if, of, bs, count and skip")),
+        (["resize", "--preallocation", "metadata", "-f", "raw", "thick", "2M"], ("raw", "off, falloc and full")),
+    ):
+        r.message_of(both.ours(*arguments, check=False), *words, code=(2,))
+    # qemu-img has this exit status for it.
+    r.message_of(both.ours("check", "-f", "raw", "thick", check=False), "format raw cannot be checked", code=(63,))
+    r.message_of(both.ours("snapshot", "-l", "-f", "raw", "thick", check=False), "format raw have no snapshots", code=(1,))
+    after = sorted(path.name for path in both.dir.iterdir())
+    r.require(before == after, f"files were made: {after}")
