@@ -91,12 +91,21 @@ pub(crate) fn serve(setup: Setup, options: &ServeOptions) -> Outcome {
     signals::forward(blocked, stop.clone())?;
     let mut serving = Serving::set_up(setup, inherited, sockets, options, stop)?;
     serving.announce(options);
-    // A reader of stdout that has ended is no reason to end.
-    let _ = print(&ready);
+    print_aside(ready);
     let reason = wait(&stopped);
     tracing::info!(?reason, "ending");
     serving.take_down(reason);
     Ok(())
+}
+
+/// Prints the lines for users on a thread of its own. A reader of stdout that reads nothing, or has
+/// ended, is no reason to serve nothing, to ignore signals, or to end. The thread ends with the
+/// process at the latest.
+fn print_aside(text: String) {
+    let run = move || drop(print(&text));
+    if let Err(e) = std::thread::Builder::new().name("stdout".into()).spawn(run) {
+        tracing::warn!("cannot start the thread that writes to stdout: {e}");
+    }
 }
 
 /// Raises the limit of open files to the hard limit. The soft limit is low only for programs that
