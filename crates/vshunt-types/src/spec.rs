@@ -2,9 +2,9 @@
 //! TOML, QMP and `--json`.
 
 use std::os::fd::RawFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 
 mod access;
 mod drops;
@@ -73,7 +73,7 @@ pub struct DiskSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
     /// The path of the image, for `raw` and `qcow2`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "shown_path")]
     pub file: Option<PathBuf>,
     /// The size in bytes, a multiple of 512, for `null` and `ram`. A file has its own size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -102,6 +102,12 @@ impl DiskSpec {
     pub fn format(&self) -> Format {
         self.format.unwrap_or_default()
     }
+}
+
+/// Writes a path as text. Bytes that are not UTF-8 become U+FFFD: one such name must not hide all
+/// others from a list. A path that is sent to a daemon must be UTF-8.
+fn shown_path<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+    path.as_deref().map(Path::to_string_lossy).serialize(serializer)
 }
 
 fn yes() -> bool {
@@ -224,7 +230,7 @@ pub struct ExportSpec {
     pub tap: Option<String>,
     /// vhost-user: the path to listen on. The socket is made, and removed at the end. Exclusive
     /// with `fd`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "shown_path")]
     pub socket: Option<PathBuf>,
     /// vhost-user: an inherited socket. It listens (socket activation), or it is connected and the
     /// export ends with its peer. Not over the control socket.
@@ -309,7 +315,7 @@ pub struct ExportSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_may_block: Option<bool>,
     /// fuse: the regular file that is mounted over. A missing file is made, and removed at the end.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "shown_path")]
     pub mountpoint: Option<PathBuf>,
     /// fuse: whether the file can be written. Absent: false.
     #[serde(default, skip_serializing_if = "Option::is_none")]

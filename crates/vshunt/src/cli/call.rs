@@ -1,6 +1,6 @@
 //! Requests to the daemon over the control socket, and the output of lists.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -63,9 +63,35 @@ pub(super) fn list<T: DeserializeOwned>(
 }
 
 /// Returns the absolute path, because the daemon may have another working directory.
+///
+/// # Errors
+/// Usage: it is not UTF-8, as all text on the control socket.
 pub(super) fn absolute(path: Option<PathBuf>) -> Outcome<Option<PathBuf>> {
     let absolute = |p: PathBuf| {
-        std::path::absolute(&p).map_err(|e| Failure::Usage(format!("{}: {e}", Path::display(&p))))
+        let whole = std::path::absolute(&p).map_err(|e| Failure::Usage(format!("{}: {e}", p.display())))?;
+        match whole.to_str() {
+            Some(_) => Ok(whole),
+            None => Err(Failure::Usage(format!(
+                "{} is not UTF-8, and the control socket takes only UTF-8; rename it, or name it by a link to it",
+                whole.display()
+            ))),
+        }
     };
     path.map(absolute).transpose()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+
+    use super::*;
+
+    #[test]
+    fn a_path_that_the_daemon_would_read_otherwise_is_not_sent() {
+        let path = |bytes| Some(PathBuf::from(OsStr::from_bytes(bytes)));
+        assert_eq!(absolute(path(b"/a\xc3\xa9")).unwrap(), path(b"/a\xc3\xa9"));
+        let Err(Failure::Usage(why)) = absolute(path(b"/a\xff")) else { panic!("taken") };
+        assert!(why.starts_with("/a\u{fffd} is not UTF-8"), "{why}");
+    }
 }

@@ -36,26 +36,32 @@ fn text(daemon: &Daemon, startup: &Startup) -> String {
     if let Some(spec) = workers.first() {
         page.section("[first-worker]", &spec);
     }
+    // Disks and networks that the file cannot have, with their kind.
+    let mut missing = BTreeSet::new();
     for disk in daemon.disks() {
         let bitmaps: Vec<_> = disk.bitmaps.iter().map(|bitmap| bitmap.name.as_str()).collect();
         if !bitmaps.is_empty() {
             page.comment(&format!("Disk {} has dirty bitmaps: {}.", disk.spec.name, bitmaps.join(", ")));
         }
-        page.section("[[disk]]", &disk_spec(disk));
+        let spec = disk_spec(disk);
+        let usable = page.takes(&format!("The file of disk {}", spec.name), spec.file.as_deref());
+        if !usable {
+            missing.insert(format!("disk {}", spec.name));
+        }
+        page.section_if(usable, "[[disk]]", &spec);
     }
     for job in daemon.jobs() {
         page.comment(&format!("Job {} of disk {} cannot be in a file.", job.id, job.disk));
     }
-    let mut passed = BTreeSet::new();
     for NetInfo { spec, .. } in daemon.nets() {
         if let Some(fd) = &spec.fd {
             page.comment(&format!(
                 "Network {} has descriptors that were passed to the daemon ({fd}).",
                 spec.name
             ));
-            passed.insert(spec.name.clone());
+            missing.insert(format!("net {}", spec.name));
         }
-        page.section_if(!passed.contains(&spec.name), "[[net]]", &net_spec(spec));
+        page.section_if(spec.fd.is_none(), "[[net]]", &net_spec(spec));
     }
     for (_, spec) in &workers.listed {
         page.section("[[worker]]", spec);
@@ -63,7 +69,7 @@ fn text(daemon: &Daemon, startup: &Startup) -> String {
     workers.comments(&mut page);
     let queues = daemon.queues();
     for export in daemon.exports() {
-        let served = export_section(&mut page, &export, &passed);
+        let served = export_section(&mut page, &export, &missing);
         if served {
             placement(&mut page, &export, &queues, &workers);
         }
@@ -79,6 +85,16 @@ impl Page {
     fn comment(&mut self, text: &str) {
         let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
         let _ = write!(self.0, "\n# {text}\n");
+    }
+
+    /// Returns whether the file can have a path. Otherwise adds a comment that says so.
+    fn takes(&mut self, what: &str, path: Option<&Path>) -> bool {
+        let Some(path) = path.filter(|path| path.to_str().is_none()) else { return true };
+        self.comment(&format!(
+            "{what}, {}, is not UTF-8 and cannot be in a file: rename it.",
+            path.display()
+        ));
+        false
     }
 
     fn section(&mut self, head: &str, keys: &impl Serialize) {
@@ -132,12 +148,24 @@ fn settings(page: &mut Page, startup: &Startup) {
         Control::Default | Control::IfFree => control_path(None),
         Control::Off => None,
     };
-    let control = path.filter(|_| !startup.control_passed).map(|path| text_of(&absolute(&path)));
+    let control = path.filter(|_| !startup.control_passed).map(|path| absolute(&path));
+    let control =
+        control.filter(|path| page.takes("The control socket", Some(path))).map(|path| text_of(&path));
     let off = (setup.control == Control::Off).then_some(Value::Boolean(false));
-    let metrics = setup.metrics.as_ref().filter(|_| !startup.metrics_passed).map(|address| match address {
-        Address::Tcp(address) => address.to_string(),
-        Address::Unix(path) => format!("unix:{}", absolute(path).display()),
-    });
+    let metrics =
+        setup.metrics.clone().filter(|_| !startup.metrics_passed).and_then(|address| match address {
+            Address::Tcp(address) => Some(address.to_string()),
+            Address::Unix(path) => {
+                let path = absolute(&path);
+                page.takes("The socket for metrics", Some(&path)).then(|| format!("unix:{}", path.display()))
+            }
+        });
+    let mut named =
+        |what: &str, path: &Path| Some(absolute(path)).filter(|path| page.takes(what, Some(path)));
+    let pidfile = setup.pidfile.as_deref().and_then(|path| named("The pidfile", path));
+    let allow_path =
+        setup.sandbox.allow_paths.iter().filter_map(|path| named("The folder of allow-path", path));
+    let allow_path = allow_path.collect();
     for (passed, what) in
         [(startup.control_passed, "control socket"), (startup.metrics_passed, "socket for metrics")]
     {
@@ -151,12 +179,12 @@ fn settings(page: &mut Page, startup: &Startup) {
         control_group: setup.control_access.group.clone(),
         control_mode: setup.control_access.mode,
         metrics,
-        pidfile: setup.pidfile.as_deref().map(absolute),
+        pidfile,
         poll_us: setup.poll_us,
         log_format: setup.log_format,
         sandbox: setup.sandbox.mode,
         sandbox_workers: setup.sandbox.workers,
-        allow_path: setup.sandbox.allow_paths.iter().map(|path| absolute(path)).collect(),
+        allow_path,
     };
     page.0.push_str(&toml::to_string(&settings).unwrap_or_default());
 }
@@ -190,8 +218,9 @@ fn net_spec(spec: NetSpec) -> NetSpec {
     NetSpec { netns, steering, ..spec }
 }
 
-/// Adds an export. Returns whether it is usable.
-fn export_section(page: &mut Page, export: &ExportInfo, passed: &BTreeSet<String>) -> bool {
+/// Adds an export. `missing`: disks and networks that the file cannot have. Returns whether the
+/// export is usable.
+fn export_section(page: &mut Page, export: &ExportInfo, missing: &BTreeSet<String>) -> bool {
     let name = &export.spec.name;
     if export.removing {
         page.comment(&format!("Export {name} is being removed."));
@@ -202,13 +231,16 @@ fn export_section(page: &mut Page, export: &ExportInfo, passed: &BTreeSet<String
             "The socket of export {name} was passed to the daemon; give it a path as `socket`."
         ));
     }
-    let mut nets = export.spec.net.iter().chain(&export.spec.tap);
-    let usable = export.spec.fd.is_none() && !nets.any(|net| passed.contains(net));
     let spec = ExportSpec {
         socket: export.spec.socket.as_deref().map(absolute),
         mountpoint: export.spec.mountpoint.as_deref().map(absolute),
         ..export.spec.clone()
     };
+    let place = spec.socket.as_deref().or(spec.mountpoint.as_deref());
+    let placed = page.takes(&format!("The path of export {name}"), place);
+    let nets = spec.net.iter().chain(&spec.tap).map(|net| format!("net {net}"));
+    let mut backends = nets.chain([format!("disk {}", spec.disk)]);
+    let usable = placed && spec.fd.is_none() && !backends.any(|backend| missing.contains(&backend));
     page.section_if(usable, "[[export]]", &spec);
     usable
 }
