@@ -4,6 +4,9 @@
 //! is reported first. [`Daemon`](super::Daemon) calls them again, for other clients of the
 //! protocol.
 
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
 use vshunt_block::Disk;
 use vshunt_engine::{Settings, WorkerId};
 use vshunt_net::switch;
@@ -31,6 +34,7 @@ pub trait Check {
 impl Check for DiskSpec {
     fn check(&self) -> Result<()> {
         check_name("disk", &self.name)?;
+        check_path("disk", &self.name, "file", self.file.as_deref())?;
         Disk::check(self)
     }
 }
@@ -39,6 +43,7 @@ impl Check for NetSpec {
     fn check(&self) -> Result<()> {
         check_name("network", &self.name)?;
         let wrong = |why: String| Err(Error::invalid(format!("network {}: {why}", self.name)));
+        check_path("network", &self.name, "netns", self.netns.as_deref().map(Path::new))?;
         if self.kind == NetKind::Switch {
             return check_switch(self);
         }
@@ -92,6 +97,8 @@ impl Check for ExportSpec {
     fn check(&self) -> Result<()> {
         check_name("export", &self.name)?;
         let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", self.name)));
+        check_path("export", &self.name, "socket", self.socket.as_deref())?;
+        check_path("export", &self.name, "mountpoint", self.mountpoint.as_deref())?;
         check_kind(self)?;
         check_socket_access(self)?;
         if self.socket.is_some() && self.fd.is_some() {
@@ -318,6 +325,16 @@ fn check_no_id(what: &str, name: &str) -> Result<()> {
     match name.parse::<WorkerId>() {
         Ok(_) => Err(Error::invalid(format!("{what} name {name:?} would be taken for an id; add a letter"))),
         Err(_) => Ok(()),
+    }
+}
+
+/// Checks that the system can take a path.
+fn check_path(what: &str, name: &str, key: &str, path: Option<&Path>) -> Result<()> {
+    match path.filter(|path| path.as_os_str().as_bytes().contains(&0)) {
+        Some(path) => {
+            Err(Error::invalid(format!("{what} {name}: {key}={path:?} has a NUL byte; no path has one")))
+        }
+        None => Ok(()),
     }
 }
 

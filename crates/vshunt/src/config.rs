@@ -6,6 +6,7 @@ pub(crate) mod file;
 pub(crate) mod images;
 
 use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -13,6 +14,7 @@ use toml::Value;
 use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, SocketAccess, WorkerSpec};
 
 use self::args::{MountArgs, SandboxArgs, ServeArgs};
+use self::check::Told;
 use self::file::{AttachSpec, Places};
 use crate::metrics::Address;
 use crate::outcome::{Failure, Outcome};
@@ -94,7 +96,7 @@ pub(crate) struct Setup {
 pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup> {
     let (mut setup, mut wrong) = match &args.config {
         Some(path) => read(path)?,
-        None => (Setup::default(), Vec::new()),
+        None => (Setup::default(), Told::default()),
     };
     setup.disks.extend(args.disks);
     setup.nets.extend(args.nets);
@@ -111,10 +113,8 @@ pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup>
     setup.log_format = args.log_format.or(setup.log_format);
     setup.control_access = args.control_access.with_defaults(setup.control_access);
     setup.sandbox = args.sandbox.with_defaults(setup.sandbox)?;
-    wrong.extend(check::problems(&setup));
-    if !wrong.is_empty() {
-        return Err(check::all(&wrong));
-    }
+    check::problems(&setup, &mut wrong);
+    wrong.end()?;
     images::serve(&mut setup, &args.images, args.read_only)?;
     if setup.control == Control::Off && setup.exports.is_empty() {
         return Err(Failure::Usage("nothing to do: no --export, and no control socket to add one".into()));
@@ -152,15 +152,28 @@ pub(crate) fn check_control_access(setup: &Setup) -> Outcome {
     }
 }
 
-/// Reads a configuration file. Returns also all that is wrong in it.
+/// Reads a configuration file. Returns also all that is wrong in it. A pipe is read only if the
+/// process has inherited it, as the shell passes it for `<(COMMAND)`: opening any other waits for a
+/// writer.
 ///
 /// # Errors
 /// Usage: it cannot be read.
-fn read(path: &Path) -> Outcome<(Setup, Vec<String>)> {
+fn read(path: &Path) -> Outcome<(Setup, Told)> {
     let shown = path.display();
     let cannot = |e| Failure::Usage(format!("cannot read configuration {shown}: {e}"));
     let mut text = String::new();
-    let file = std::fs::File::open(path).map_err(cannot)?;
+    let mut options = std::fs::OpenOptions::new();
+    let inherited = ["/dev/stdin", "/dev/fd", "/proc/self/fd"].iter().any(|folder| path.starts_with(folder));
+    if !inherited {
+        options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY);
+    }
+    let file = options.read(true).open(path).map_err(cannot)?;
+    if !inherited && !file.metadata().map_err(cannot)?.is_file() {
+        return Err(Failure::Usage(format!(
+            "{} is no file; a configuration is a file, or /dev/stdin",
+            path.display()
+        )));
+    }
     file.take(file::FILE_MAX + 1).read_to_string(&mut text).map_err(cannot)?;
     if text.len() as u64 > file::FILE_MAX {
         let most = file::FILE_MAX >> 20;
@@ -200,6 +213,18 @@ mod tests {
         disk = "d0"
         socket = "/s"
     "#;
+
+    #[test]
+    fn what_is_no_file_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("fifo");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)
+            .unwrap();
+        for path in [path.as_path(), Path::new("/dev/zero"), dir.path()] {
+            let Err(Failure::Usage(why)) = read(path) else { panic!("{}", path.display()) };
+            assert!(why.contains("is no file; a configuration is a file, or /dev/stdin"), "{why}");
+        }
+    }
 
     #[test]
     fn flags_add_and_win() {

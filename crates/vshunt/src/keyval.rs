@@ -82,6 +82,12 @@ pub(crate) fn unknown_key(key: &str, keys: &[&str]) -> KeyvalError {
 /// Returns the word that a mistyped one probably stands for: at most a third of its letters differ,
 /// or it is a beginning or an end of only one word.
 pub(crate) fn closest<'a>(typed: &str, words: &[&'a str]) -> Option<&'a str> {
+    /// Bytes of a word that is compared: no key or name is longer. The distance needs memory for
+    /// each pair of letters.
+    const LONGEST: usize = 64;
+    if typed.len() > LONGEST {
+        return None;
+    }
     let distance = |word: &&str| strsim::damerau_levenshtein(typed, word);
     let limit = (typed.chars().count() / 3).max(1);
     if let Some(best) = words.iter().min_by_key(|word| distance(word)).filter(|word| distance(word) <= limit)

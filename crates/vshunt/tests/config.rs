@@ -143,9 +143,13 @@ fn a_file_that_serves_nothing_or_is_none_is_an_error() {
     assert!(code == 2 && err.contains("has no effect with --sandbox=off"), "{err}");
     let (code, _, err) = output(vshunt().args(["config", "check", "/nonesuch.toml"]));
     assert!(code == 2 && err.contains("cannot read configuration /nonesuch.toml"), "{err}");
-    // A file without an end.
+    // A file without an end, and a device by its name.
+    let script = r#"exec "$0" config check /dev/stdin </dev/zero"#;
+    let (code, _, err) =
+        output(std::process::Command::new("sh").args(["-c", script, env!("CARGO_BIN_EXE_vshunt")]));
+    assert!(code == 2 && err.contains("/dev/stdin: a configuration has at most 16 MiB"), "{err}");
     let (code, _, err) = output(vshunt().args(["config", "check", "/dev/zero"]));
-    assert!(code == 2 && err.contains("/dev/zero: a configuration has at most 16 MiB"), "{err}");
+    assert!(code == 2 && err.contains("/dev/zero is no file; a configuration is a file"), "{err}");
 }
 
 /// The worker of each queue of an export, by its name.

@@ -1,6 +1,7 @@
 //! Checks of a whole configuration, before anything is started, and `vshunt config check`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use vshunt_daemon::Check;
@@ -20,18 +21,16 @@ use crate::outcome::{Failure, Outcome, print};
 /// Usage: the file cannot be read, or something is wrong. The message has all of it.
 pub(crate) fn file(path: &Path) -> Outcome {
     let (mut setup, mut wrong) = super::read(path)?;
-    wrong.extend(problems(&setup));
+    problems(&setup, &mut wrong);
     match std::mem::take(&mut setup.sandbox).with_defaults(Default::default()) {
         Ok(sandbox) => setup.sandbox = sandbox,
-        Err(e) => wrong.push(format!("{}{e}", setup.places.of_key("allow-path"))),
+        Err(e) => wrong.tell(|| format!("{}{e}", setup.places.of_key("allow-path"))),
     }
     if setup.control == Control::Off && setup.exports.is_empty() && !setup.places.lacks_names {
         let at = setup.places.of_key("control");
-        wrong.push(format!("{at}there is neither an [[export]] nor a control socket to add one"));
+        wrong.tell(|| format!("{at}there is neither an [[export]] nor a control socket to add one"));
     }
-    if !wrong.is_empty() {
-        return Err(all(&wrong));
-    }
+    wrong.end()?;
     for warning in warnings(&setup) {
         crate::outcome::warn(&warning);
     }
@@ -45,83 +44,152 @@ pub(crate) fn file(path: &Path) -> Outcome {
     print(&format!("{}: no errors; {}\n", path.display(), counts.join(", ")))
 }
 
-/// Returns the failure with these messages, each on a line of its own.
-pub(super) fn all(wrong: &[String]) -> Failure {
-    Failure::Usage(wrong.join("\nvshunt: "))
+/// Messages at most. A file can have a hundred thousand sections that are all wrong.
+pub(super) const MESSAGES_MAX: usize = 100;
+
+/// All that is wrong, as messages. Those beyond [`MESSAGES_MAX`] are counted.
+#[derive(Debug, Default)]
+pub(super) struct Told {
+    told: Vec<String>,
+    more: usize,
 }
 
-/// Returns all that is wrong with a configuration. What comes from a file has its place.
-pub(super) fn problems(setup: &Setup) -> Vec<String> {
-    let mut wrong = Vec::new();
+impl Told {
+    /// Adds a message. `why` runs only if there is room.
+    pub(super) fn tell(&mut self, why: impl FnOnce() -> String) {
+        if self.told.len() < MESSAGES_MAX {
+            self.told.push(why());
+        } else {
+            self.more += 1;
+        }
+    }
+
+    /// Returns whether nothing is wrong.
+    ///
+    /// # Errors
+    /// Usage: something is. Each message is a line, and the last one may count others.
+    pub(super) fn end(self) -> Outcome {
+        match self.lines() {
+            lines if lines.is_empty() => Ok(()),
+            lines => Err(Failure::Usage(lines.join("\nvshunt: "))),
+        }
+    }
+
+    /// Returns the messages. The last one may count others.
+    pub(super) fn lines(mut self) -> Vec<String> {
+        if self.more > 0 {
+            self.told.push(format!("and {} more errors", self.more));
+        }
+        self.told
+    }
+}
+
+/// The names of a configuration. They are collected once: there can be a hundred thousand.
+/// In order, so that suggestions are the same each time.
+struct Names<'a> {
+    disks: BTreeSet<&'a str>,
+    nets: BTreeSet<&'a str>,
+    exports: BTreeMap<&'a str, &'a ExportSpec>,
+    workers: BTreeSet<String>,
+}
+
+impl<'a> Names<'a> {
+    fn of(setup: &'a Setup) -> Self {
+        Self {
+            disks: setup.disks.iter().map(|disk| disk.name.as_str()).collect(),
+            nets: setup.nets.iter().map(|net| net.name.as_str()).collect(),
+            exports: setup.exports.iter().map(|export| (export.name.as_str(), export)).collect(),
+            workers: worker_names(setup).collect(),
+        }
+    }
+}
+
+/// Tells all that is wrong with a configuration. What comes from a file has its place.
+pub(super) fn problems(setup: &Setup, wrong: &mut Told) {
     let places = &setup.places;
     if let Err(e) = (WorkerSpec { poll_us: setup.poll_us, ..WorkerSpec::default() }).check() {
-        wrong.push(format!("{}{e}", places.of_key("poll-us")));
+        wrong.tell(|| format!("{}{e}", places.of_key("poll-us")));
     }
     if let Err(e) = check_control_access(setup) {
         let key = setup.control_access.first_key().unwrap_or_default();
-        wrong.push(format!("{}{e}", places.of_key(&format!("control-{key}"))));
+        wrong.tell(|| format!("{}{e}", places.of_key(&format!("control-{key}"))));
     }
-    let mut twice = |kind: &str, names: &[&str], at: &[Place]| {
-        for (item, name) in names.iter().enumerate().filter(|(item, name)| names[..*item].contains(name)) {
-            let at = places.shown(at, item);
-            wrong.push(format!("{at}there are two of {kind} {name}; give one another name"));
+    for (key, path) in own_paths(setup) {
+        if path.as_os_str().as_bytes().contains(&0) {
+            wrong.tell(|| format!("{}{key}: {path:?} has a NUL byte; no path has one", places.of_key(key)));
+        }
+    }
+    let mut twice = |kind: &str, names: &mut dyn Iterator<Item = &str>, at: &[Place]| {
+        let mut seen = HashSet::new();
+        for (item, name) in names.enumerate().filter(|(_, name)| !seen.insert(*name)) {
+            wrong.tell(|| {
+                format!("{}there are two of {kind} {name}; give one another name", places.shown(at, item))
+            });
         }
     };
-    twice("disk", &disk_names(setup), &places.disks);
-    twice("net", &net_names(setup), &places.nets);
-    let exports: Vec<&str> = setup.exports.iter().map(|e| e.name.as_str()).collect();
-    twice("export", &exports, &places.exports);
+    twice("disk", &mut setup.disks.iter().map(|disk| disk.name.as_str()), &places.disks);
+    twice("net", &mut setup.nets.iter().map(|net| net.name.as_str()), &places.nets);
+    twice("export", &mut setup.exports.iter().map(|export| export.name.as_str()), &places.exports);
+    let names = Names::of(setup);
     let finished = |item: &usize| !places.lacks_names && !places.unfinished.contains(item);
     for (item, export) in setup.exports.iter().enumerate().filter(|(item, _)| finished(item)) {
-        let of_file = item < places.exports.len();
-        let found = backends(setup, export, of_file);
-        wrong.extend(found.into_iter().map(|why| places.shown(&places.exports, item) + &why));
+        let at = || places.shown(&places.exports, item);
+        backends(&names, export, item < places.exports.len(), &mut |why| wrong.tell(|| at() + &why()));
     }
-    wrong.extend(same_paths(setup));
+    same_paths(setup, wrong);
     for (item, attach) in setup.attach.iter().enumerate().filter(|_| !places.lacks_names) {
-        let found = attached(setup, attach).err();
-        wrong.extend(found.map(|why| places.shown(&places.attach, item) + &why));
+        attached(setup, &names, attach, &mut |why| {
+            wrong.tell(|| places.shown(&places.attach, item) + &why());
+        });
     }
-    wrong
 }
 
-fn disk_names(setup: &Setup) -> Vec<&str> {
-    setup.disks.iter().map(|d| d.name.as_str()).collect()
-}
-
-fn net_names(setup: &Setup) -> Vec<&str> {
-    setup.nets.iter().map(|n| n.name.as_str()).collect()
+/// Returns the paths that belong to the daemon itself, with their keys.
+fn own_paths(setup: &Setup) -> Vec<(&'static str, &Path)> {
+    let mut paths = Vec::new();
+    if let Control::At(path) = &setup.control {
+        paths.push(("control", path.as_path()));
+    }
+    if let Some(Address::Unix(path)) = &setup.metrics {
+        paths.push(("metrics", path.as_path()));
+    }
+    paths.extend(setup.pidfile.iter().map(|path| ("pidfile", path.as_path())));
+    paths.extend(setup.sandbox.allow_paths.iter().map(|path| ("allow-path", path.as_path())));
+    paths
 }
 
 /// Returns ` (did you mean …?)`, if a name is similar.
-fn meant(name: &str, names: &[&str]) -> String {
-    closest(name, names).map_or_else(String::new, |meant| format!(" (did you mean {meant}?)"))
+fn meant<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> String {
+    /// Names that are compared at most, which takes some microseconds for each.
+    const COMPARED: usize = 1000;
+    let names: Vec<&str> = names.take(COMPARED).collect();
+    closest(name, &names).map_or_else(String::new, |meant| format!(" (did you mean {meant}?)"))
 }
 
-/// Returns what is missing of the disk and the networks of an export.
-fn backends(setup: &Setup, export: &ExportSpec, of_file: bool) -> Vec<String> {
-    let (name, nets, disks) = (&export.name, net_names(setup), disk_names(setup));
+/// Takes a message. It is made only if there is room for it.
+type Tell<'t> = &'t mut dyn FnMut(&dyn Fn() -> String);
+
+/// Tells what is missing of the disk and the networks of an export.
+fn backends(names: &Names<'_>, export: &ExportSpec, of_file: bool, tell: Tell<'_>) {
+    let name = &export.name;
     let remedy = |kind: &str| if of_file { format!("[[{kind}]]") } else { format!("--{kind}") };
-    let missing = export.net.iter().chain(&export.tap).filter(|net| !nets.contains(&net.as_str()));
-    let mut wrong: Vec<String> = missing
-        .map(|net| {
-            let meant = meant(net, &nets);
+    for net in export.net.iter().chain(&export.tap).filter(|net| !names.nets.contains(net.as_str())) {
+        tell(&|| {
+            let meant = meant(net, names.nets.iter().copied());
             format!("export {name} is of network {net}, which is not there{meant}; add {}", remedy("net"))
-        })
-        .collect();
-    let disk = &export.disk;
-    if export.net.is_none() && !disks.contains(&disk.as_str()) {
-        let meant = meant(disk, &disks);
-        wrong.push(format!(
-            "export {name} is of disk {disk}, which is not there{meant}; add {}",
-            remedy("disk")
-        ));
+        });
     }
-    wrong
+    let disk = &export.disk;
+    if export.net.is_none() && !names.disks.contains(disk.as_str()) {
+        tell(&|| {
+            let meant = meant(disk, names.disks.iter().copied());
+            format!("export {name} is of disk {disk}, which is not there{meant}; add {}", remedy("disk"))
+        });
+    }
 }
 
-/// Returns the paths that two sockets or mountpoints would have.
-fn same_paths(setup: &Setup) -> Vec<String> {
+/// Tells the paths that two sockets or mountpoints would have.
+fn same_paths(setup: &Setup, wrong: &mut Told) {
     let mut users: BTreeMap<PathBuf, String> = BTreeMap::new();
     let whole = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     if let Some(path) = own_control(setup) {
@@ -130,18 +198,18 @@ fn same_paths(setup: &Setup) -> Vec<String> {
     if let Some(Address::Unix(path)) = &setup.metrics {
         users.insert(whole(path), "the socket for metrics".to_owned());
     }
-    let mut wrong = Vec::new();
     for (item, export) in setup.exports.iter().enumerate() {
         let Some(path) = export.socket.as_ref().or(export.mountpoint.as_ref()) else { continue };
         let name = format!("export {}", export.name);
         if let Some(other) = users.get(&whole(path)) {
-            let at = setup.places.shown(&setup.places.exports, item);
+            let at = || setup.places.shown(&setup.places.exports, item);
             let path = path.display();
-            wrong.push(format!("{at}{name}: {path} is used by {other} already; choose another path"));
+            wrong.tell(|| {
+                format!("{}{name}: {path} is used by {other} already; choose another path", at())
+            });
         }
         users.entry(whole(path)).or_insert(name);
     }
-    wrong
 }
 
 /// Returns the path of the control socket, if the daemon certainly makes one.
@@ -154,64 +222,58 @@ fn own_control(setup: &Setup) -> Option<PathBuf> {
 }
 
 /// Checks that the queues and the worker of an `[[attach]]` will exist.
-fn attached(setup: &Setup, attach: &AttachSpec) -> Result<(), String> {
+fn attached(setup: &Setup, names: &Names<'_>, attach: &AttachSpec, tell: Tell<'_>) {
     let (wanted, worker) = (&attach.queues, &attach.worker);
-    let exports: Vec<&str> = setup.exports.iter().map(|e| e.name.as_str()).collect();
-    let Some(export) = setup.exports.iter().find(|e| e.name == wanted.export) else {
+    let Some(export) = names.exports.get(wanted.export.as_str()) else {
         let name = &wanted.export;
-        let meant = meant(name, &exports);
-        return Err(format!(
-            "queues of export {name} are attached, which is not there{meant}; add [[export]]"
-        ));
+        return tell(&|| {
+            let meant = meant(name, names.exports.keys().copied());
+            format!("queues of export {name} are attached, which is not there{meant}; add [[export]]")
+        });
     };
     // A network device can have a control queue behind its others.
     let control = u16::from(export.kind == ExportKind::VhostUserNet);
     if let (Some(queues), Some(indices)) = (export.queues, &wanted.indices)
         && *indices.end() >= queues + control
     {
-        return Err(format!(
-            "queue {} of export {} is attached, which has queues 0 to {}; give it more, or leave this one out",
-            indices.end(),
-            export.name,
-            queues + control - 1
-        ));
+        return tell(&|| {
+            format!(
+                "queue {} of export {} is attached, which has queues 0 to {}; give it more, or leave this one out",
+                indices.end(),
+                export.name,
+                queues + control - 1
+            )
+        });
     }
-    let own = export_workers(&setup.exports);
-    let mut names = worker_names(setup);
-    names.push("worker-0".to_owned());
-    let known = |name: &str| names.iter().any(|n| n == name) || own(name);
+    let known = |name: &str| name == "worker-0" || names.workers.contains(name) || is_own(&names.exports, name);
     match worker.parse::<usize>() {
-        Ok(id) if id <= setup.workers.len() => Ok(()),
-        Err(_) if known(worker) => Ok(()),
-        _ => {
-            let names: Vec<&str> = names.iter().map(String::as_str).collect();
-            Err(format!(
-                "worker {worker} is not there{}; give the name of a [[worker]], or 0",
-                meant(worker, &names)
-            ))
-        }
+        Ok(id) if id <= setup.workers.len() => {}
+        Err(_) if known(worker) => {}
+        _ => tell(&|| {
+            let all = names.workers.iter().map(String::as_str).chain(["worker-0"]);
+            let meant = meant(worker, all);
+            format!("worker {worker} is not there{meant}; give the name of a [[worker]], or 0")
+        }),
     }
 }
 
 /// Returns the names that the workers of the configuration get.
-fn worker_names(setup: &Setup) -> Vec<String> {
+fn worker_names(setup: &Setup) -> impl Iterator<Item = String> {
     let user = setup.workers.iter().filter(|w| w.export.is_none());
     let named =
         user.enumerate().map(|(at, w)| w.name.clone().unwrap_or_else(|| format!("worker-{}", at + 1)));
-    named.chain(setup.first_worker.iter().filter_map(|w| w.name.clone())).collect()
+    named.chain(setup.first_worker.iter().filter_map(|w| w.name.clone()))
 }
 
 /// Returns whether a name is one of a worker that an export makes: `EXPORT/N`.
-fn export_workers(exports: &[ExportSpec]) -> impl Fn(&str) -> bool {
-    |name| {
-        let Some((export, index)) = name.rsplit_once('/') else { return false };
-        let Some(export) = exports.iter().find(|e| e.name == export) else { return false };
-        let Ok(index) = index.parse::<u32>() else { return false };
-        match export.workers {
-            Workers::Default => false,
-            Workers::Count(n) => index < n,
-            Workers::PerQueue | Workers::PerCpu => export.queues.is_none_or(|n| index < u32::from(n)),
-        }
+fn is_own(exports: &BTreeMap<&str, &ExportSpec>, name: &str) -> bool {
+    let Some((export, index)) = name.rsplit_once('/') else { return false };
+    let Some(export) = exports.get(export) else { return false };
+    let Ok(index) = index.parse::<u32>() else { return false };
+    match export.workers {
+        Workers::Default => false,
+        Workers::Count(n) => index < n,
+        Workers::PerQueue | Workers::PerCpu => export.queues.is_none_or(|n| index < u32::from(n)),
     }
 }
 

@@ -18,6 +18,7 @@ use vshunt_types::error::Error;
 use vshunt_types::spec::{SocketAccess, SocketMode, WorkerSpec, text_or_number};
 
 use super::args::SandboxArgs;
+use super::check::Told;
 use super::{Control, LogFormat, Setup};
 use crate::keyval;
 use crate::metrics::Address;
@@ -138,6 +139,22 @@ impl Place {
         let line = before.rsplit('\n').next().unwrap_or_default();
         Self { line: before.matches('\n').count() + 1, column: line.chars().count() + 1 }
     }
+
+    /// Returns the places of bytes of a text, which are in order. The text is read once.
+    fn of_all(text: &str, at: &[usize]) -> Vec<Self> {
+        let (mut done, mut place) = (0, Self { line: 1, column: 1 });
+        let next = |at: &usize| {
+            let Some(between) = text.get(done..*at) else { return Self::of(text, *at) };
+            let here = Self::of(between, between.len());
+            place = match here.line {
+                1 => Self { line: place.line, column: place.column + here.column - 1 },
+                lines => Self { line: place.line + lines - 1, column: here.column },
+            };
+            done = *at;
+            place
+        };
+        at.iter().map(next).collect()
+    }
 }
 
 /// Where the parts of a [`Setup`] come from.
@@ -176,7 +193,7 @@ impl Places {
 
 /// Parses a file. `path` is for messages. Returns also all that is wrong, each with its place. If
 /// something is, the setup has what is known of the rest, for checks of it.
-pub(super) fn parse(path: &std::path::Path, text: &str) -> (Setup, Vec<String>) {
+pub(super) fn parse(path: &std::path::Path, text: &str) -> (Setup, Told) {
     let mut places = Places { file: path.to_owned(), ..Places::default() };
     let mut found = Vec::new();
     let mut tell = |Wrong { at, why }: Wrong| found.push((at.unwrap_or(0), why));
@@ -184,8 +201,8 @@ pub(super) fn parse(path: &std::path::Path, text: &str) -> (Setup, Vec<String>) 
         let wrong = shown(&places, text, found);
         return (Setup { places, ..Setup::default() }, wrong);
     };
-    let place = |at: usize| Place::of(text, at);
-    places.keys = keys.into_iter().map(|(key, at)| (key, place(at))).collect();
+    let (keys, at): (Vec<_>, Vec<_>) = keys.into_iter().unzip();
+    places.keys = keys.into_iter().zip(Place::of_all(text, &at)).collect();
     let first = file.first_worker.map(|section| sections("first-worker", vec![section], &mut tell));
     let mut setup = Setup {
         control: file.control,
@@ -211,7 +228,7 @@ pub(super) fn parse(path: &std::path::Path, text: &str) -> (Setup, Vec<String>) 
     let workers = sections("worker", file.worker, &mut tell);
     let exports = sections("export", file.export, &mut tell);
     let attach = sections("attach", file.attach, &mut tell);
-    let all = |starts: &[usize]| starts.iter().map(|at| place(*at)).collect();
+    let all = |starts: &[usize]| Place::of_all(text, starts);
     places.disks = all(&disks.starts);
     places.nets = all(&nets.starts);
     places.exports = all(&exports.starts);
@@ -224,16 +241,18 @@ pub(super) fn parse(path: &std::path::Path, text: &str) -> (Setup, Vec<String>) 
 }
 
 /// Returns messages with their places, in the order of the file.
-fn shown(places: &Places, text: &str, mut found: Vec<(usize, String)>) -> Vec<String> {
+fn shown(places: &Places, text: &str, mut found: Vec<(usize, String)>) -> Told {
     found.sort_by_key(|(at, _)| *at);
-    found.into_iter().map(|(at, why)| places.at(Place::of(text, at)) + &why).collect()
+    let mut told = Told::default();
+    found.into_iter().for_each(|(at, why)| told.tell(|| places.at(Place::of(text, at)) + &why));
+    told
 }
 
 /// The keys of a file outside of sections, and its sections unread.
 struct Whole {
     file: File,
-    /// The keys and the bytes where they are.
-    keys: BTreeMap<String, usize>,
+    /// The keys and the bytes where they are, in order.
+    keys: Vec<(String, usize)>,
     /// Whether sections are left out, because their name is wrong.
     lacks_sections: bool,
 }
@@ -250,13 +269,16 @@ fn whole(text: &str, tell: &mut impl FnMut(Wrong)) -> Option<Whole> {
     if !invalid.is_empty() {
         // The rest of a line may be taken for something else.
         let mut lines = BTreeSet::new();
-        let start = |e: &toml::de::Error| Place::of(text, e.span().map_or(0, |span| span.start)).line;
-        for e in invalid.iter().filter(|e| lines.insert(start(e))).take(WRONG_MAX) {
+        let starts: Vec<_> = invalid.iter().map(|e| e.span().map_or(0, |span| span.start)).collect();
+        let all = invalid.iter().zip(Place::of_all(text, &starts));
+        for (e, _) in all.filter(|(_, place)| lines.insert(place.line)).take(WRONG_MAX) {
             told(e, e.message().to_owned());
         }
         return None;
     }
-    let keys = table.get_ref().keys().map(|key| (key.get_ref().to_string(), key.span().start)).collect();
+    let keys = table.get_ref().keys().map(|key| (key.get_ref().to_string(), key.span().start));
+    let mut keys: Vec<_> = keys.collect();
+    keys.sort_by_key(|(_, at)| *at);
     let mut lacks_sections = false;
     for _ in 0..WRONG_MAX {
         let e = match File::deserialize(toml::de::Deserializer::from(table.clone())) {

@@ -5,6 +5,7 @@ use std::path::Path;
 use vshunt_types::spec::{DiskSpec, ExportSpec, Format, NetSpec, Workers};
 
 use super::*;
+use crate::config::check;
 
 const WHOLE: &str = r#"
 control = "/run/c"
@@ -67,9 +68,10 @@ worker = 0
 "#;
 
 fn read(text: &str) -> Result<Setup, Vec<String>> {
-    match parse(Path::new("f.toml"), text) {
-        (setup, wrong) if wrong.is_empty() => Ok(setup),
-        (_, wrong) => Err(wrong),
+    let (setup, wrong) = parse(Path::new("f.toml"), text);
+    match wrong.lines() {
+        wrong if wrong.is_empty() => Ok(setup),
+        wrong => Err(wrong),
     }
 }
 
@@ -215,6 +217,7 @@ fn all_errors_of_a_section_and_of_the_file_are_told_at_once() {
     // What others refer to is known, so they are checked.
     let (setup, wrong) =
         parse(Path::new("f"), "[[disk]]\nname = \"d\"\nsize = \"1X\"\n[[export]]\ndisk = \"d\"\nqueues = 0");
+    let wrong = wrong.lines();
     assert_eq!((setup.disks.len(), setup.exports.len(), wrong.len()), (1, 1, 2), "{wrong:?}");
     assert!(setup.places.unfinished.contains(&0) && !setup.places.lacks_names);
     // Their number has a bound.
@@ -233,4 +236,60 @@ fn columns_count_characters() {
     assert_eq!(Place::of(text, text.find('x').unwrap()), Place { line: 1, column: 10 });
     assert_eq!(Place::of("é\né", 4), Place { line: 2, column: 1 });
     assert_eq!(Place::of("", 99), Place { line: 1, column: 1 });
+}
+
+#[test]
+fn places_are_found_in_one_pass() {
+    let text = "[[disk]]\nx = [{}, {\n}]\n\u{e9}[[disk]]\n[[disk]]";
+    let at: Vec<usize> = (0..=text.len()).filter(|at| text.is_char_boundary(*at)).collect();
+    let each: Vec<Place> = at.iter().map(|at| Place::of(text, *at)).collect();
+    assert_eq!(Place::of_all(text, &at), each);
+    let some: Vec<Place> = each.iter().copied().step_by(5).collect();
+    assert_eq!(Place::of_all(text, &at.into_iter().step_by(5).collect::<Vec<_>>()), some);
+}
+
+#[test]
+fn a_large_file_is_read_in_linear_time_and_its_errors_have_a_bound() {
+    const COUNT: usize = 100_000;
+    let mut text = String::new();
+    for n in 0..COUNT {
+        text += &format!("[[disk]]\nname = \"d{n}\"\nformat = \"null\"\nsize = 512\n");
+        text += &format!("[[export]]\ntype = \"fuse\"\ndisk = \"e{n}\"\nmountpoint = \"/m/{n}\"\n");
+        text += &format!("[[attach]]\nqueues = \"f{n}\"\nworker = 0\n");
+    }
+    let all = problems(&text);
+    assert_eq!(all.len(), check::MESSAGES_MAX + 1);
+    assert!(all[0].starts_with("f.toml:5:1: export e0 is of disk e0, which is not there"), "{}", all[0]);
+    assert_eq!(all.last().unwrap(), &format!("and {} more errors", 2 * COUNT - 100));
+    let long = format!("[[disk]]\n{} = 1\n", "k".repeat(10 << 20));
+    assert_eq!(wrong_of(&long), 1);
+    let sizes = wrong(&"[[disk]]\nname = \"d\"\nsize = \"1X\"\n".repeat(COUNT));
+    assert_eq!((sizes.len(), sizes[100].as_str()), (101, "and 99900 more errors"));
+    let (keys, lines) =
+        ((0..COUNT).map(|n| format!("k{n} = 1\n")).collect::<String>(), "= 1\n".repeat(COUNT));
+    assert_eq!((wrong_of(&keys), wrong_of(&lines)), (WRONG_MAX, WRONG_MAX));
+}
+
+/// All that is wrong with a file and its parts together.
+fn problems(text: &str) -> Vec<String> {
+    let (setup, mut wrong) = parse(Path::new("f.toml"), text);
+    check::problems(&setup, &mut wrong);
+    wrong.lines()
+}
+
+#[test]
+fn a_path_with_a_zero_byte_is_refused() {
+    for text in [
+        "pidfile = \"/a\\u0000b\"",
+        "control = \"/a\\u0000b\"",
+        "metrics = \"unix:/a\\u0000b\"",
+        "allow-path = [\"/a\\u0000b\"]",
+        "[[disk]]\nname = \"d\"\nfile = \"/a\\u0000b\"",
+        "[[disk]]\nname = \"d\"\nfile = \"/a\"\n[[export]]\ntype = \"vhost-user-blk\"\ndisk = \"d\"\nsocket = \"/a\\u0000b\"",
+        "[[disk]]\nname = \"d\"\nfile = \"/a\"\n[[export]]\ntype = \"fuse\"\ndisk = \"d\"\nmountpoint = \"/a\\u0000b\"",
+        "[[net]]\ntype = \"tap\"\nifname = \"t\"\nnetns = \"/a\\u0000b\"",
+    ] {
+        let wrong = problems(text);
+        assert!(wrong.len() == 1 && wrong[0].contains("NUL byte"), "{text}: {wrong:?}");
+    }
 }
