@@ -84,6 +84,7 @@ impl<'s> Reader<'s> {
             return Err(Error::corrupt(format!("an L1 table of {entries} entries")));
         }
         let l1 = image.table(at, entries, "the L1 table")?;
+        check_tables(&l1, image.header().cluster_size())?;
         Ok(Self { image, size, l1, table: (0, Vec::new()) })
     }
 
@@ -212,6 +213,26 @@ impl<'s> Reader<'s> {
     }
 }
 
+/// Checks that no two entries of an L1 table share an L2 table. So the work for a whole disk has
+/// the bound of the tables that the file really has: 1 MiB of them could describe a disk of
+/// petabytes otherwise.
+///
+/// # Errors
+/// Two entries share a table, or parts of it.
+fn check_tables(l1: &[u64], cluster: u64) -> Result<()> {
+    let mut tables: Vec<u64> = l1.iter().map(|e| e & OFFSET).filter(|at| *at != 0).collect();
+    if let Some(at) = tables.iter().find(|at| !at.is_multiple_of(cluster)) {
+        return Err(Error::corrupt(format!("an L2 table at the impossible offset {at:#x}")));
+    }
+    tables.sort_unstable();
+    match tables.iter().zip(tables.iter().skip(1)).find(|(one, next)| one == next) {
+        Some((at, _)) => {
+            Err(Error::corrupt(format!("two entries of the L1 table share the L2 table at offset {at:#x}")))
+        }
+        None => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -317,6 +338,25 @@ mod tests {
             file.write_at(header.l1_offset, &(l2 | COPIED).to_be_bytes()).unwrap();
             assert!(parts(&file).unwrap_err().to_string().contains("L2 table"), "{l2:#x}");
         }
+    }
+
+    #[test]
+    fn a_small_file_does_not_describe_a_large_disk() {
+        // 512 MiB for each L2 table.
+        let file = made(&Options::new(2 << 30));
+        let header = Image::open(&file).unwrap().header().clone();
+        let l2 = file.len().unwrap().next_multiple_of(CLUSTER);
+        file.set_len(l2 + 2 * CLUSTER).unwrap();
+        let set = |l1: &[u64]| {
+            let bytes: Vec<u8> = l1.iter().flat_map(|at| (at | COPIED).to_be_bytes()).collect();
+            file.write_at(header.l1_offset, &bytes).unwrap();
+            parts(&file).map(|parts| parts.len())
+        };
+        assert!(set(&[l2, l2 + CLUSTER, 0, 0]).unwrap() <= 4);
+        for shared in [[l2, l2 + CLUSTER, 0, l2], [l2, l2, 0, 0]] {
+            assert!(set(&shared).unwrap_err().to_string().contains("share the L2 table at offset"));
+        }
+        assert!(set(&[l2 + 512, 0, 0, 0]).unwrap_err().to_string().contains("impossible offset"));
     }
 
     #[test]
