@@ -1,14 +1,16 @@
-//! Limits of the address space and the mappings of one front end, and of all front ends together.
+//! Limits of the address space, the mappings and the descriptors of one front end, and of all front
+//! ends together.
 //!
-//! A front end chooses sizes, offsets and the number of regions. Without limits it could use up the
-//! address space of the daemon, or the kernel's limit of mappings, for all exports. Called by
-//! session threads. Any thread may drop a mapping.
+//! A front end chooses sizes, offsets and the numbers of regions and rings. Without limits it could
+//! use up the address space of the daemon, the kernel's limit of mappings, or its descriptors, for
+//! all exports. Called by session threads. Any thread may drop a mapping.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
+use rustix::process::{Resource, getrlimit};
 use virtio::mem::MAX_REGIONS;
 
 use super::guard::WATCHED_MAX;
@@ -34,6 +36,13 @@ const SMALL_MAPPINGS: usize = 64;
 /// The totals up to which small front ends still get memory.
 const RESERVE_BYTES_MAX: u64 = 96 * TIB;
 const RESERVE_MAPPINGS_MAX: usize = WATCHED_MAX;
+
+/// Descriptors of rings that a front end still gets when others have used up their part: those of
+/// eight rings, and some to spare.
+const SMALL_DESCRIPTORS: usize = 32;
+/// The part of the descriptors that no ring gets: clients, connections and disks need them. Front
+/// ends with more than [`SMALL_DESCRIPTORS`] leave the double of it. It is 1/8 of the limit.
+const RESERVE_SHARE: u64 = 8;
 
 const _: () = assert!(SMALL_BYTES <= BYTES_MAX && SMALL_MAPPINGS <= MAPPINGS_MAX);
 
@@ -136,6 +145,32 @@ fn check(own: (u64, usize), all: (u64, usize)) -> Result<(), String> {
     Ok(())
 }
 
+/// Checks that the process has descriptors left for others if a front end that has given `own`
+/// descriptors of its rings gives this one, too.
+///
+/// The system takes the lowest free number for a descriptor. So the number is about how many there
+/// are, of whatever kind.
+///
+/// # Errors
+/// The limit, and the remedy.
+pub(super) fn check_descriptors(own: usize, new: &impl AsRawFd) -> Result<(), String> {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    check_number(own, new.as_raw_fd().unsigned_abs().into(), limit)
+}
+
+fn check_number(own: usize, number: u64, limit: u64) -> Result<(), String> {
+    let parts = if own < SMALL_DESCRIPTORS { 1 } else { 2 };
+    let most = limit - limit / RESERVE_SHARE * parts;
+    if number < most {
+        return Ok(());
+    }
+    Err(format!(
+        "the front end has given {own} descriptors for its rings, and this process, which may have {limit}, keeps the last \
+         {} for others: raise the limit of open files (ulimit -n, LimitNOFILE=), or give the guest fewer queues",
+        limit - most
+    ))
+}
+
 /// Room for one mapping. It is given back when this is dropped.
 pub(super) struct Share {
     budget: Arc<Budget>,
@@ -175,6 +210,19 @@ mod tests {
         }
         assert!(check((1, 1), (RESERVE_BYTES_MAX + 1, 1)).is_err());
         assert!(check((1, 1), (1, RESERVE_MAPPINGS_MAX + 1)).is_err());
+    }
+
+    #[test]
+    fn many_descriptors_leave_some_for_others() {
+        for limit in [200, 1024, 1 << 20, u64::MAX] {
+            let (small, large) = (limit - limit / 8, limit - limit / 8 * 2);
+            let fits = |own, number| check_number(own, number, limit).is_ok();
+            assert!(fits(0, small - 1) && !fits(0, small) && fits(SMALL_DESCRIPTORS - 1, small - 1));
+            assert!(fits(1000, large - 1) && !fits(SMALL_DESCRIPTORS, large) && fits(0, large), "{limit}");
+        }
+        let why = check_number(99, 1000, 1024).unwrap_err();
+        assert!(why.contains("has given 99 descriptors") && why.contains("keeps the last 256"), "{why}");
+        check_descriptors(0, &std::io::stdin()).unwrap();
     }
 
     #[test]

@@ -291,6 +291,7 @@ fn ring_fd(session: &mut Session, code: Code, mut message: Message) -> Result<An
     if file.is_some() == (value & RING_NO_FD != 0) {
         return Err(message.malformed());
     }
+    file.as_ref().map_or(Ok(()), |file| session.check_room(file))?;
     let index = low_u8(value & RING_INDEX_MASK);
     done(match code {
         Code::SET_VRING_CALL => session.set_vring_call(index, file),

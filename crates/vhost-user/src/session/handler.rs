@@ -21,6 +21,7 @@ use virtio::ring::MAX_QUEUE_SIZE;
 use vshunt_engine::EventFd;
 
 use super::super::ConfigChange;
+use super::super::budget::check_descriptors;
 use super::super::channel::write_only;
 use super::super::memory::{Mapping, Shared, is_eventfd, map_region};
 use super::{F_LOG_ALL, F_PROTOCOL, SHARE_MEMORY, Session, UserAddrs, refuse};
@@ -341,6 +342,22 @@ impl VhostUserBackendReqHandlerMut for Session {
         }
         let map = Mapping::new(&self.budget, &file, log.mmap_offset, log.mmap_size);
         self.go_over_to(&map.map_err(Error::ReqHandlerError)?)
+    }
+}
+
+impl Session {
+    /// Checks that the daemon can keep one more descriptor of a ring.
+    ///
+    /// # Errors
+    /// It would leave too few for others.
+    pub(in super::super) fn check_room(&self, file: &File) -> Result<()> {
+        let of = |vring: &super::Vring| {
+            [vring.kick.is_some(), vring.call.is_some(), vring.err.is_some()]
+                .into_iter()
+                .filter(|is| *is)
+                .count()
+        };
+        check_descriptors(self.vrings.iter().map(of).sum(), file).map_err(refuse)
     }
 }
 
