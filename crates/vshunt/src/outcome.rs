@@ -17,6 +17,8 @@ pub(crate) enum Failure {
     Usage(String),
     /// Exit code 3: no daemon answers.
     Unreachable(String),
+    /// Several lines, with this exit code. Texts of the other kinds are one line each.
+    Lines(u8, Vec<String>),
     /// The reader of stdout has closed it. There is nothing to print, and the exit code is 0.
     OutputClosed,
     /// The messages are printed already. The exit code is this one.
@@ -30,7 +32,7 @@ impl Failure {
             Self::Usage(_) => 2,
             Self::Unreachable(_) => 3,
             Self::OutputClosed => 0,
-            Self::Status(code) => *code,
+            Self::Status(code) | Self::Lines(code, _) => *code,
         }
     }
 }
@@ -38,7 +40,11 @@ impl Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Failed(why) | Self::Usage(why) | Self::Unreachable(why) => f.write_str(&printable(why)),
+            Self::Failed(why) | Self::Usage(why) | Self::Unreachable(why) => f.write_str(&one_line(why)),
+            Self::Lines(_, lines) => {
+                let lines: Vec<_> = lines.iter().map(|line| one_line(line)).collect();
+                f.write_str(&lines.join("\n"))
+            }
             Self::OutputClosed | Self::Status(_) => Ok(()),
         }
     }
@@ -73,17 +79,24 @@ pub(crate) fn clap_failure<T>(e: clap::Error) -> Outcome<T> {
     let end = ["\n\nUsage:", "\n\nFor more information"].iter().filter_map(|t| text.find(t)).min();
     let text = &text[..end.unwrap_or(text.len())];
     let word = text.strip_prefix("unexpected argument '").and_then(|rest| rest.split('\'').next());
-    Err(Failure::Usage(match word {
+    let remedy = match word {
         Some(key) if key.contains('=') && !key.starts_with('-') => {
-            format!("{text}; the keys of an option are joined by commas, without spaces")
+            "; the keys of an option are joined by commas, without spaces"
         }
-        _ => text.to_owned(),
-    }))
+        _ => "",
+    };
+    let lines = format!("{text}{remedy}").lines().map(str::to_owned).collect();
+    Err(Failure::Lines(Failure::Usage(String::new()).code(), lines))
 }
 
 /// Writes a warning of a command to stderr.
 pub(crate) fn warn(text: &str) {
-    let _ = writeln!(io::stderr(), "vshunt: warning: {}", printable(text));
+    note(&format!("warning: {text}"));
+}
+
+/// Writes a line of a command to stderr.
+pub(crate) fn note(text: &str) {
+    let _ = writeln!(io::stderr(), "vshunt: {}", one_line(text));
 }
 
 /// Returns the text with control characters escaped: a name that others chose must not reach a
@@ -111,7 +124,12 @@ fn escaped(text: &str, which: fn(char) -> bool) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Writes an answer to stdout.
+/// Writes an answer of one line to stdout.
+pub(crate) fn print_line(text: &str) -> Outcome {
+    print(&format!("{}\n", one_line(text)))
+}
+
+/// Writes an answer to stdout. Names in it have to be [`one_line`] each.
 pub(crate) fn print(text: &str) -> Outcome {
     let mut out = io::stdout().lock();
     match out.write_all(printable(text).as_bytes()).and_then(|()| out.flush()) {
@@ -131,5 +149,7 @@ mod tests {
         assert_eq!(one_line("a\nb"), "a\\nb");
         assert_eq!(Failure::Failed("x\x1b[31m".into()).to_string(), "x\\u{1b}[31m");
         assert!(matches!(one_line("plain é"), Cow::Borrowed(_)));
+        assert_eq!(Failure::Usage("a\nvshunt: forged".into()).to_string(), "a\\nvshunt: forged");
+        assert_eq!(Failure::Lines(2, vec!["a\nb".into(), "c".into()]).to_string(), "a\\nb\nc");
     }
 }

@@ -99,6 +99,6 @@ fn run<P: Program>(args: &[OsString]) -> Outcome {
     let ends_with = common.fd.map(|_| P::NAME.to_owned());
     serve(
         setup,
-        &ServeOptions { program: P::PROGRAM, log: common.log, ends_with, if_running: |_| String::new() },
+        &ServeOptions { program: P::PROGRAM, log: common.log, ends_with, if_running: |_| Default::default() },
     )
 }

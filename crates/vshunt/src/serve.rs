@@ -62,8 +62,8 @@ pub(crate) struct ServeOptions {
     /// The daemon ends when this export has been deleted, because its only connection has ended.
     pub(crate) ends_with: Option<String>,
     /// Returns the remedy for images without keys if another daemon answers at the default control
-    /// socket. It is appended to the error.
-    pub(crate) if_running: fn(&Setup) -> String,
+    /// socket: the end of the error, and further lines.
+    pub(crate) if_running: fn(&Setup) -> (String, Vec<String>),
 }
 
 /// Serves `setup` until a signal, `quit` or the end of the export [`ServeOptions::ends_with`].
@@ -376,7 +376,9 @@ fn control_socket(
             Ok(None)
         }
         Some(Err(e)) if e.kind() == Kind::Busy && setup.control == Control::Default => {
-            Err(Failure::Failed(format!("{e}{}", (options.if_running)(setup))))
+            let (more, commands) = (options.if_running)(setup);
+            let lines = std::iter::once(format!("{e}{more}")).chain(commands).collect();
+            Err(Failure::Lines(Failure::Failed(String::new()).code(), lines))
         }
         Some(Err(e)) => Err(e.into()),
         None if setup.control == Control::IfFree => Ok(None),

@@ -11,7 +11,7 @@ use super::client::Client;
 use super::passing::{self, Wanted};
 use super::show;
 use crate::image::{Bar, summary};
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, one_line, print, print_line};
 
 /// The interval between two queries of a job that the command waits for.
 const JOB_QUERY_INTERVAL: Duration = Duration::from_millis(100);
@@ -26,7 +26,7 @@ pub(crate) fn backup(client: &mut Client, command: BackupCommand, quiet: bool) -
     let id = started["job"].as_str().unwrap_or_default().to_owned();
     match wait {
         true => wait_and_dismiss(client, &id, quiet),
-        false => print(&format!("{id}\n")),
+        false => print_line(&id),
     }
 }
 
@@ -42,7 +42,7 @@ pub(crate) fn commit(client: &mut Client, args: CommitArgs, quiet: bool) -> Outc
     let id = started["job"].as_str().unwrap_or_default().to_owned();
     match args.wait {
         true => wait_and_dismiss(client, &id, quiet),
-        false => print(&format!("{id}\n")),
+        false => print_line(&id),
     }
 }
 
@@ -142,7 +142,7 @@ fn wait_for(client: &mut Client, id: &str, mut before: Option<u64>, quiet: bool)
                 (Some(why), _) => Err(Failure::Failed(format!("job {id} failed: {why}"))),
                 (None, true) => Err(Failure::Failed(format!("job {id} was cancelled"))),
                 (None, false) if quiet => Ok(()),
-                (None, false) => print(&ended(id, before, job.done_bytes, start.elapsed())),
+                (None, false) => print(&ended(&one_line(id), before, job.done_bytes, start.elapsed())),
             };
         }
         std::thread::sleep(JOB_QUERY_INTERVAL);

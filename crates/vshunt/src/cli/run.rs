@@ -18,7 +18,7 @@ use super::client::Client;
 use super::passing::{self, Wanted};
 use super::{jobs, pages, quit, running, show, snapshot, top};
 use crate::image::{self, summary};
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, one_line, print, print_line};
 use crate::serve::{ServeOptions, serve};
 use crate::values::SizeChange;
 use crate::{config, doctor, run_folder};
@@ -39,7 +39,7 @@ pub(super) fn run(cli: Cli) -> Outcome {
         Command::Mount(args) => {
             let setup = config::mount(control, *args)?;
             let ends_with = setup.images.first().cloned();
-            let if_running = |_: &config::Setup| String::new();
+            let if_running = |_: &config::Setup| Default::default();
             serve(setup, &ServeOptions { program: "vshunt", log: cli.log, ends_with, if_running })
         }
         Command::Status(args) => status(&mut connect()?, args),
@@ -140,7 +140,7 @@ fn worker(client: &mut Client, command: WorkerCommand) -> Outcome {
     match command {
         WorkerCommand::New(args) => {
             let made: Value = call(client, "worker-new", to_value(&args.into_spec())?)?;
-            print(&format!("{}\n", made["id"]))
+            print_line(&made["id"].to_string())
         }
         WorkerCommand::List(args) => list(client, "query-workers", args, show::workers),
         WorkerCommand::Free { worker } => {
@@ -226,7 +226,7 @@ fn export(client: &mut Client, command: ExportCommand, quiet: bool) -> Outcome {
         ExportCommand::Remove { name, force } => {
             let told: Value = call(client, "export-remove", json!({ "name": name, "force": force }))?;
             if told["disconnected"] == true {
-                print(&format!("{name} is removed; its front end was disconnected\n"))?;
+                print_line(&format!("{name} is removed; its front end was disconnected"))?;
             }
             let number = |key: &str| told[key].as_u64().unwrap_or_default();
             let bytes = number("read-bytes").saturating_add(number("write-bytes"));
@@ -234,7 +234,7 @@ fn export(client: &mut Client, command: ExportCommand, quiet: bool) -> Outcome {
             // none.
             if bytes > 0 && !quiet {
                 let lasted = Duration::try_from_secs_f64(told["seconds"].as_f64().unwrap_or_default());
-                print(&summary(&format!("{name} moved"), bytes, lasted.unwrap_or_default()))?;
+                print(&summary(&format!("{} moved", one_line(&name)), bytes, lasted.unwrap_or_default()))?;
             }
             Ok(())
         }

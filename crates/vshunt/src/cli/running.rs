@@ -23,8 +23,9 @@ struct Running {
     taken: Vec<String>,
 }
 
-/// Returns the remedy. Empty if no image was given without keys.
-pub(super) fn remedy(setup: &Setup) -> String {
+/// Returns the remedy: the end of the message, and commands, each for a line of its own. Empty if
+/// no image was given without keys.
+pub(super) fn remedy(setup: &Setup) -> (String, Vec<String>) {
     let running = ask().unwrap_or(Running { disks: Vec::new(), exports: Vec::new(), taken: Vec::new() });
     text(setup, running)
 }
@@ -41,8 +42,8 @@ fn ask() -> Option<Running> {
     asked(&mut client).ok()
 }
 
-fn text(setup: &Setup, mut running: Running) -> String {
-    let (mut served, mut commands) = (String::new(), String::new());
+fn text(setup: &Setup, mut running: Running) -> (String, Vec<String>) {
+    let (mut served, mut commands) = (String::new(), Vec::new());
     for export in setup.exports.iter().filter(|export| setup.images.contains(&export.name)) {
         let disk = setup.disks.iter().find(|disk| disk.name == export.disk);
         let (Some(disk), Some(socket)) = (disk, &export.socket) else { continue };
@@ -60,16 +61,14 @@ fn text(setup: &Setup, mut running: Running) -> String {
                 running.taken.push(name.clone());
                 let disk = DiskSpec { name, ..disk.clone() };
                 let file = std::path::absolute(file).unwrap_or_else(|_| file.into());
-                commands.push_str(if commands.is_empty() {
-                    ". To let that one serve the image, too:"
-                } else {
-                    ""
-                });
-                commands.push_str(&paste::commands(&disk, &file, &socket));
+                commands.extend(paste::commands(&disk, &file, &socket));
             }
         }
     }
-    served + &commands
+    if !commands.is_empty() {
+        served.push_str(". To let that one serve the image, too:");
+    }
+    (served, commands)
 }
 
 impl Running {
@@ -130,6 +129,11 @@ mod tests {
         }
     }
 
+    fn whole(setup: &Setup, running: Running) -> String {
+        let (more, commands) = text(setup, running);
+        more + &commands.concat()
+    }
+
     #[test]
     fn an_image_that_is_served_is_named_and_another_gets_a_free_name() {
         let dir = tempfile::tempdir().unwrap();
@@ -147,20 +151,20 @@ mod tests {
             }],
             ..Setup::default()
         };
-        let said = text(&setup, running(&[("d0", &file)], &[("vm0", "d0", "/s")]));
+        let said = whole(&setup, running(&[("d0", &file)], &[("vm0", "d0", "/s")]));
         assert_eq!(said, format!(". That one serves {} already as disk d0 on /s", file.display()));
-        let said = text(&setup, running(&[("d0", &file)], &[]));
+        let said = whole(&setup, running(&[("d0", &file)], &[]));
         assert!(said.ends_with("already as disk d0, without an export: vshunt export add disk=d0"), "{said}");
-        let said = text(&setup, running(&[("disk", &other)], &[("disk-2", "disk", "/s")]));
+        let said = whole(&setup, running(&[("disk", &other)], &[("disk-2", "disk", "/s")]));
         assert!(
             said.contains("disk add name=disk-3,file=") && said.contains("socket=/run/disk-3.sock"),
             "{said}"
         );
-        let said = text(&setup, running(&[("d", &other)], &[("vm0", "d", "/run/disk.sock")]));
+        let said = whole(&setup, running(&[("d", &other)], &[("vm0", "d", "/run/disk.sock")]));
         assert!(
             said.contains("disk add name=disk-2,file=") && said.contains("socket=/run/disk-2.sock"),
             "{said}"
         );
-        assert_eq!(text(&Setup::default(), running(&[], &[])), "");
+        assert_eq!(whole(&Setup::default(), running(&[], &[])), "");
     }
 }

@@ -14,12 +14,15 @@ use vshunt_types::spec::{
 
 pub(crate) use self::idle::ranges;
 pub(crate) use self::queues::{drops, queues};
+use crate::outcome::one_line;
 
 /// The title of a column. A column whose title begins with `>` has numbers.
 type Title = &'static str;
 
 pub(crate) fn table<const N: usize>(titles: [Title; N], rows: impl Iterator<Item = [String; N]>) -> String {
     let head = titles.map(|t| t.trim_start_matches('>').to_owned());
+    // A name that contains the end of a line would forge a row.
+    let rows = rows.map(|row| row.map(|cell| one_line(&cell).into_owned()));
     let rows: Vec<[String; N]> = std::iter::once(head).chain(rows).collect();
     let width = |at: usize| rows.iter().map(|r| r[at].chars().count()).max().unwrap_or(0);
     let widths: [usize; N] = std::array::from_fn(width);
@@ -72,8 +75,8 @@ pub(crate) fn sandbox(info: &SandboxInfo) -> String {
     if info.mode == Mode::Off {
         return "sandbox: off\n".to_owned();
     }
-    format!(
-        "sandbox: {}; system calls filtered: {}; landlock: {}; capabilities: {}; refused: {}\n",
+    let line = format!(
+        "sandbox: {}; system calls filtered: {}; landlock: {}; capabilities: {}; refused: {}",
         info.mode.name(),
         or_none(&info.filtered),
         info.landlock,
@@ -83,7 +86,8 @@ pub(crate) fn sandbox(info: &SandboxInfo) -> String {
             _ => or_none(&info.capabilities),
         },
         info.refused
-    )
+    );
+    format!("{}\n", one_line(&line))
 }
 
 /// Returns the options of a disk that differ from the default: `ro`, `direct`, `writethrough`,
@@ -353,6 +357,8 @@ mod tests {
     fn columns_line_up() {
         let rows = [["a".to_owned(), "1".to_owned()], ["long-é".to_owned(), "100".to_owned()]];
         assert_eq!(table(["N", ">NUM"], rows.into_iter()), "N       NUM\na         1\nlong-é  100\n");
+        let forged = [["a\nb  7".to_owned(), "1".to_owned()]];
+        assert_eq!(table(["N", ">NUM"], forged.into_iter()), "N        NUM\na\\nb  7    1\n");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::file::{AttachSpec, Place};
 use super::{Control, Setup, check_control_access, control_path};
 use crate::keyval::closest;
 use crate::metrics::Address;
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, print_line};
 
 /// Prints what is wrong with a configuration file, and what is missing on this machine. Nothing is
 /// started.
@@ -41,7 +41,7 @@ pub(crate) fn file(path: &Path) -> Outcome {
         count(setup.workers.len(), "worker"),
         count(setup.exports.len(), "export"),
     ];
-    print(&format!("{}: no errors; {}\n", path.display(), counts.join(", ")))
+    print_line(&format!("{}: no errors; {}", path.display(), counts.join(", ")))
 }
 
 /// Messages at most. A file can have a hundred thousand sections that are all wrong.
@@ -71,7 +71,10 @@ impl Told {
     pub(super) fn end(self) -> Outcome {
         match self.lines() {
             lines if lines.is_empty() => Ok(()),
-            lines => Err(Failure::Usage(lines.join("\nvshunt: "))),
+            mut lines => {
+                lines.iter_mut().skip(1).for_each(|line| line.insert_str(0, "vshunt: "));
+                Err(Failure::Lines(Failure::Usage(String::new()).code(), lines))
+            }
         }
     }
 

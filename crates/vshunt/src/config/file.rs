@@ -307,7 +307,7 @@ fn reword(message: &str) -> String {
         return "there can be several of this section; write its name in two brackets, for example [[disk]]"
             .into();
     }
-    message.to_owned()
+    message.replace('\n', "; ")
 }
 
 /// What is wrong, and the byte where it is.

@@ -7,7 +7,7 @@ use vshunt_types::spec::{DiskSpec, Format};
 
 use super::ImageFormat;
 use super::file::{For, ImageFile};
-use crate::outcome::{Failure, Outcome};
+use crate::outcome::{Failure, Outcome, note};
 
 /// The purpose for which an image is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +55,7 @@ pub(super) fn open(path: &Path, format: Option<ImageFormat>, wanted: Wanted) -> 
     let failed = |e: vshunt_types::error::Error| Failure::Failed(e.to_string());
     let disk = Disk::open(&spec(path, format, wanted)).map_err(failed)?;
     let readings = disk.unclean_images();
-    readings.iter().for_each(|reading| eprintln!("vshunt: {}", reading.text));
+    readings.iter().for_each(|reading| note(&reading.text));
     let lost_writes = disk.lost_writes() || readings.iter().any(|reading| reading.lost_writes);
     let disk = DiskAccess::new(disk)
         .map_err(|e| Failure::Failed(format!("{}: an io_uring cannot be made: {e}", path.display())))?;

@@ -8,7 +8,7 @@ use super::file::{For, ImageFile};
 use super::journal::MapJournal;
 use super::progress::Bar;
 use super::{ImageFormat, failed};
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, note, print};
 
 /// The exit code for a format without checks, as in qemu-img.
 const NOT_CHECKED: u8 = 63;
@@ -29,7 +29,7 @@ pub(super) fn run(args: &CheckArgs, quiet: bool) -> Outcome {
     };
     if format == ImageFormat::Raw {
         let text = format!("{}: images of format raw cannot be checked", path.display());
-        eprintln!("vshunt: {text}");
+        note(&text);
         return Err(Failure::Status(NOT_CHECKED));
     }
     let repair = match args.repair {

@@ -10,7 +10,7 @@ use super::args::CompareArgs;
 use super::chain::{self, Chain, Layer, Part};
 use super::file::{For, ImageFile};
 use super::progress::Bar;
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, note, print};
 
 /// Exit codes, as in qemu-img.
 const DIFFER: u8 = 1;
@@ -43,7 +43,7 @@ fn coded(code: u8) -> impl Fn(Failure) -> Failure {
             return e;
         }
         if let Failure::Failed(why) | Failure::Usage(why) = &e {
-            eprintln!("vshunt: {why}");
+            note(why);
         }
         Failure::Status(code)
     }

@@ -12,7 +12,7 @@ use super::file::{For, ImageFile};
 use super::info::{CHAIN_MAX, beside};
 use super::progress::{Bar, summary};
 use super::{ImageFormat, bitmap, create, failed, no_qcow2};
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, note, print};
 
 /// The exit code for a copy of an image that may lack completed writes.
 const LACKS: u8 = 3;
@@ -61,7 +61,7 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     // Before a file is made, so that an unreadable source replaces nothing.
     let source = ToConvert::open(&from).map_err(|e| Failure::Failed(e.to_string()))?;
     let readings = source.readings();
-    readings.iter().for_each(|reading| eprintln!("vshunt: {}", reading.text));
+    readings.iter().for_each(|reading| note(&reading.text));
     let data = create::data_file(&args.options, &to_file)?.map(|file| (!file.exists(), file));
     if !args.no_create {
         let create = CreateArgs {

@@ -15,7 +15,7 @@ use super::info::beside;
 use super::progress::Bar;
 use super::{ImageFormat, failed};
 use crate::keyval;
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, print, print_line};
 
 /// The options of `-o`, with the names of qemu-img.
 #[derive(Debug, Default, Deserialize)]
@@ -227,8 +227,8 @@ fn raw(path: &Path, w: &Wanted, quiet: bool) -> Outcome {
     let new = !path.exists();
     let file = ImageFile::open(path, For::Making)?;
     if !quiet {
-        let text = format!("Formatting '{}', fmt=raw size={size}\n", path.display());
-        print(&text).inspect_err(|_| remove(path, new))?;
+        let text = format!("Formatting '{}', fmt=raw size={size}", path.display());
+        print_line(&text).inspect_err(|_| remove(path, new))?;
     }
     let mut bar = Bar::new("preallocating", quiet);
     let mode = w.preallocation.unwrap_or(Mode::Off);
@@ -320,7 +320,7 @@ fn make(path: &Path, options: &Options, quiet: bool) -> Outcome {
     };
     let data = data_path.as_ref().map(empty).transpose().map_err(removed)?;
     if !quiet {
-        print(&formatting(path, options)).map_err(removed)?;
+        print_line(&formatting(path, options)).map_err(removed)?;
     }
     let mut bar = Bar::new("preallocating", quiet);
     let made = create(&file, data.as_ref().map(|d| d as &dyn Storage), options, &mut |done, all| {
@@ -353,5 +353,5 @@ fn formatting(path: &Path, o: &Options) -> String {
         words.push(format!("data_file={} data_file_raw={}", data.name, on(data.raw)));
     }
     words.push(format!("lazy_refcounts={} refcount_bits={}", on(o.lazy_refcounts), o.refcount_bits));
-    format!("Formatting '{}', fmt=qcow2 {}\n", path.display(), words.join(" "))
+    format!("Formatting '{}', fmt=qcow2 {}", path.display(), words.join(" "))
 }

@@ -20,7 +20,7 @@ use vshunt_types::error::Kind;
 use super::journal::MapJournal;
 use super::{ImageFormat, holder};
 use crate::foreign;
-use crate::outcome::{Failure, Outcome, warn};
+use crate::outcome::{Failure, Outcome, note, warn};
 
 /// The purpose for which an image is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,7 +77,7 @@ impl ImageFile {
         if purpose != For::Sharing {
             let mut waits = |patience: Duration| {
                 let by = holder::of(&file);
-                eprintln!("vshunt: {shown} is in use by {by}; waiting up to {} s for it", patience.as_secs());
+                note(&format!("{shown} is in use by {by}; waiting up to {} s for it", patience.as_secs()));
             };
             lock_image_telling(&file, path, !writable, &mut waits).map_err(|e| match e.kind() {
                 Kind::Busy => in_use(path, &holder::of(&file), purpose),
@@ -129,14 +129,14 @@ impl ImageFile {
         match recover_journal(&self.file, self, path).map_err(|e| super::failed(path, &e))? {
             Recovered::Clean | Recovered::CountsOnly => {}
             Recovered::Changes(0) => {}
-            Recovered::Changes(n) => eprintln!(
-                "vshunt: {} was not closed: {n} changes of its map are applied from its journal",
+            Recovered::Changes(n) => note(&format!(
+                "{} was not closed: {n} changes of its map are applied from its journal",
                 path.display()
-            ),
-            Recovered::Lost(why) => eprintln!(
-                "vshunt: {} was not closed and {why}: writes that were not flushed may be lost",
+            )),
+            Recovered::Lost(why) => note(&format!(
+                "{} was not closed and {why}: writes that were not flushed may be lost",
                 path.display()
-            ),
+            )),
         }
         Ok(())
     }
@@ -163,19 +163,19 @@ impl ImageFile {
         match journal.as_ref().map(|journal| &journal.state) {
             // An image that a live process writes is complete once that process has closed it.
             None | Some(JournalView::Complete | JournalView::InUse) => return Ok(None),
-            Some(JournalView::Changes(changes)) if changes.count() == 0 => eprintln!(
-                "vshunt: {shown} was not closed, and no change is missing in it; 'vshunt image check -r all {shown}' \
+            Some(JournalView::Changes(changes)) if changes.count() == 0 => note(&format!(
+                "{shown} was not closed, and no change is missing in it; 'vshunt image check -r all {shown}' \
                  brings its reference counts up to date"
-            ),
-            Some(JournalView::Changes(changes)) => eprintln!(
-                "vshunt: {shown} was not closed: {} changes of its map are in its journal and not in the image yet; \
+            )),
+            Some(JournalView::Changes(changes)) => note(&format!(
+                "{shown} was not closed: {} changes of its map are in its journal and not in the image yet; \
                  'vshunt image check -r all {shown}' applies them",
                 changes.count()
-            ),
-            Some(JournalView::Lost(why)) => eprintln!(
-                "vshunt: {shown} was not closed and {why}: writes that were not flushed may be lost; \
+            )),
+            Some(JournalView::Lost(why)) => note(&format!(
+                "{shown} was not closed and {why}: writes that were not flushed may be lost; \
                  'vshunt image check -r all {shown}' repairs what is there"
-            ),
+            )),
         }
         Ok(journal)
     }

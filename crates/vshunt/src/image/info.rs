@@ -159,7 +159,7 @@ fn human(of: &Described) -> String {
     let _ = write!(
         text,
         "image: {}\nfile format: {}\nvirtual size: {} ({} bytes)\ndisk size: {}\n",
-        of.path.display(),
+        one_line(&of.path.display().to_string()),
         if of.qcow2.is_some() { "qcow2" } else { "raw" },
         units::size(of.size_bytes),
         of.size_bytes,
@@ -212,7 +212,7 @@ fn human_specific(info: &Info, text: &mut String) {
         let _ = writeln!(
             text,
             "            name: {}\n            granularity: {}",
-            b.name(),
+            one_line(&b.name()),
             1u64 << b.granularity_bits
         );
     }
@@ -239,7 +239,14 @@ pub(super) fn snapshot_table(list: &[Snapshot]) -> String {
     for s in list {
         let icount = s.icount.filter(|n| *n != u64::MAX).map_or("--".to_owned(), |n| n.to_string());
         let (state, date) = (units::size(s.vm_state_bytes), units::date(s.date_s));
-        line([&s.id(), &s.name(), &state, &date, &units::clock(s.vm_clock_ns), &icount]);
+        line([
+            &one_line(&s.id()),
+            &one_line(&s.name()),
+            &state,
+            &date,
+            &units::clock(s.vm_clock_ns),
+            &icount,
+        ]);
     }
     text
 }

@@ -2,7 +2,7 @@
 
 use super::args::{MapArgs, Output};
 use super::chain::{self, Chain, Part};
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, one_line, print};
 
 /// Bytes of output that are collected before they are printed.
 const OUT_BYTES: usize = 64 << 10;
@@ -73,7 +73,8 @@ fn human(chain: &Chain<'_>, part: &Part) -> Outcome<String> {
     if !part.data || part.zero {
         return Ok(String::new());
     }
-    let file = chain.file(part).display();
+    let file = chain.file(part).display().to_string();
+    let file = one_line(&file);
     let Some(at) = part.offset else {
         return Err(Failure::Failed(format!(
             "{file} has compressed clusters, at offset {:#x} of the disk; --output=json shows them",

@@ -8,6 +8,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use qcow2::check::Findings;
 
 use super::units;
+use crate::outcome::one_line;
 
 /// The least time between two lines.
 const LINE_EVERY: Duration = Duration::from_secs(1);
@@ -57,7 +58,7 @@ fn bar(what: &str, template: &str) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
     let style = ProgressStyle::with_template(template);
     bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-    bar.set_prefix(what.to_owned());
+    bar.set_prefix(one_line(what).into_owned());
     bar
 }
 
@@ -72,8 +73,8 @@ impl Drop for Bar {
 impl Findings for Bar {
     fn found(&mut self, text: &str) {
         match &self.0 {
-            Shown::Bar(bar) => bar.println(text),
-            _ => drop(writeln!(io::stderr(), "{text}")),
+            Shown::Bar(bar) => bar.println(one_line(text)),
+            _ => drop(writeln!(io::stderr(), "{}", one_line(text))),
         }
     }
 
@@ -92,7 +93,7 @@ struct Lines {
 
 impl Lines {
     fn new(what: &str) -> Self {
-        Self { what: what.to_owned(), start: Instant::now(), last: None, done: None }
+        Self { what: one_line(what).into_owned(), start: Instant::now(), last: None, done: None }
     }
 
     fn set(&mut self, done: u64, total: u64) {

@@ -17,7 +17,7 @@ use super::chain;
 use super::info::beside;
 use super::progress::Bar;
 use super::{ImageFormat, changing, failed, no_qcow2};
-use crate::outcome::{Failure, Outcome};
+use crate::outcome::{Failure, Outcome, note};
 
 /// Bytes that are compared at once, at most.
 const CHUNK: u64 = 1 << 20;
@@ -66,7 +66,7 @@ fn copy(args: &RebaseArgs, backing: Option<&(String, String)>, stores_zeroes: bo
     let new = backing.map(|(name, format)| below(path, name, format)).transpose()?;
     let overlay = access::open(path, Some(ImageFormat::Qcow2), Wanted::Writing)?;
     if overlay.lost_writes {
-        eprintln!("vshunt: {}: writes before a kill may be missing", path.display());
+        note(&format!("{}: writes before a kill may be missing", path.display()));
     }
     let cluster = overlay.disk.disk().cluster_bytes().unwrap_or(CHUNK);
     let shown = path.display().to_string();

@@ -38,7 +38,7 @@ use vshunt_vhost_user::rate::Rate;
 use self::style::{Content, Fields, Style};
 use crate::config::LogFormat;
 use crate::config::args::LogArgs;
-use crate::outcome::Outcome;
+use crate::outcome::{Outcome, one_line};
 
 /// Lines of one kind and one export: burst, and lines per second after it.
 const LINES: Rate = Rate::new(100, 10);
@@ -75,7 +75,7 @@ pub(crate) fn start(program: &'static str, args: LogArgs, format: Option<LogForm
 
 /// Writes a line for people that is no event, whatever the level is: what is served.
 pub(crate) fn notice(program: &'static str, text: &str) {
-    let _ = output::Output.write(style_of(program).plain("notice", 5, text).as_bytes());
+    let _ = output::Output.write(style_of(program).plain("notice", 5, &one_line(text)).as_bytes());
 }
 
 /// Writes the reason why the program ends, in the format of its log. May wait: nothing is served.

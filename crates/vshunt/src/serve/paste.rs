@@ -59,10 +59,10 @@ fn lines(disks: &[&ExportSpec], cpus: usize, access: &str) -> String {
     text
 }
 
-/// Returns the commands by which a running daemon serves an image, each on a line of its own.
-pub(crate) fn commands(disk: &DiskSpec, file: &Path, socket: &Path) -> String {
+/// Returns the commands by which a running daemon serves an image.
+pub(crate) fn commands(disk: &DiskSpec, file: &Path, socket: &Path) -> [String; 2] {
     let [disk, export] = keys(disk, file, socket);
-    format!("\n  vshunt disk add {}\n  vshunt export add {}", quoted(&disk), quoted(&export))
+    [format!("  vshunt disk add {}", quoted(&disk)), format!("  vshunt export add {}", quoted(&export))]
 }
 
 /// Returns the keys of a disk and of its export.

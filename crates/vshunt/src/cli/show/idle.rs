@@ -3,6 +3,8 @@
 
 use vshunt_types::spec::QueueInfo;
 
+use crate::outcome::one_line;
+
 /// Returns the queues that a table lists, and a line for each export whose other queues never
 /// started. `queues` are grouped by export.
 pub(super) fn split(queues: &[QueueInfo]) -> (Vec<&QueueInfo>, Vec<String>) {
@@ -15,7 +17,7 @@ pub(super) fn split(queues: &[QueueInfo]) -> (Vec<&QueueInfo>, Vec<String>) {
         }
         let export = idle.first().map_or("", |queue| queue.export.as_str());
         let more = if started.is_empty() { "" } else { " more" };
-        lines.push(format!("{export}: {}{more}, not started", idle.len()));
+        lines.push(one_line(&format!("{export}: {}{more}, not started", idle.len())).into_owned());
         listed.extend(started);
     }
     (listed, lines)
