@@ -41,6 +41,7 @@ fn number(what: &str, file: &Path, name: &str) -> Result<u32> {
     let mut lines = text.lines().map(|line| line.split(':'));
     let number =
         lines.find_map(|mut line| if line.next()? == name { line.nth(1)?.parse().ok() } else { None });
+    let number = number.filter(|number| *number != u32::MAX);
     number.ok_or_else(|| {
         Error::not_found(format!("there is no {what} {name} in {shown}; give one that is, or a number"))
     })
@@ -70,7 +71,9 @@ mod tests {
         let e = group("nonesuch").unwrap_err();
         assert_eq!(e.kind(), Kind::NotFound);
         assert_eq!(e.to_string(), "there is no group nonesuch in /etc/group; give one that is, or a number");
-        assert_eq!(user("").unwrap_err().kind(), Kind::NotFound);
+        for none in ["", "+1", "-1", " 1", "0x1"] {
+            assert_eq!(user(none).unwrap_err().kind(), Kind::NotFound, "{none}");
+        }
         for large in ["4294967295", "99999999999999999999"] {
             assert!(user(large).unwrap_err().to_string().contains("the highest number is 4294967294"));
         }

@@ -5,6 +5,7 @@
 //! KB.
 
 use std::fmt;
+use std::str::FromStr;
 
 use serde::de::value::StrDeserializer;
 use serde::de::{self, DeserializeOwned, DeserializeSeed, IntoDeserializer, MapAccess, SeqAccess, Visitor};
@@ -176,7 +177,7 @@ pub(crate) fn parse_cpus(text: &str) -> Result<Vec<usize>, KeyvalError> {
     if text == "all" {
         return Ok(Vec::new());
     }
-    let number = |s: &str| s.parse::<usize>().ok().filter(|n| *n <= CPU_MAX).ok_or_else(bad);
+    let number = |s: &str| whole::<usize>(s).filter(|n| *n <= CPU_MAX).ok_or_else(bad);
     let mut cpus = Vec::new();
     for part in text.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -189,6 +190,11 @@ pub(crate) fn parse_cpus(text: &str) -> Result<Vec<usize>, KeyvalError> {
     cpus.sort_unstable();
     cpus.dedup();
     Ok(cpus)
+}
+
+/// Parses a whole number: digits alone. `+1` is none.
+pub(crate) fn whole<T: FromStr>(text: &str) -> Option<T> {
+    text.bytes().all(|b| b.is_ascii_digit()).then(|| text.parse().ok()).flatten()
 }
 
 fn parse_bool(text: &str) -> Result<bool, KeyvalError> {
@@ -333,7 +339,7 @@ impl Value<'_> {
         if SIZE_KEYS.contains(&self.key) {
             return parse_size(self.text);
         }
-        self.text.parse().map_err(|_| KeyvalError(format!("`{}` is not a number of 0 or more", self.text)))
+        whole(self.text).ok_or_else(|| KeyvalError(format!("`{}` is not a number of 0 or more", self.text)))
     }
 
     /// Returns the text. In a path, `~/` is an error: the shell expands it only at the start of a
@@ -357,9 +363,9 @@ impl<'de> de::Deserializer<'de> for Value<'_> {
 
     /// Called for untagged types only: a number if the text looks like one.
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
-        match self.text.parse::<u64>() {
-            Ok(n) => visitor.visit_u64(n),
-            Err(_) => visitor.visit_str(self.text),
+        match whole(self.text) {
+            Some(n) => visitor.visit_u64(n),
+            None => visitor.visit_str(self.text),
         }
     }
 

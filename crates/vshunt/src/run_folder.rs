@@ -4,6 +4,7 @@
 //! Called on the main thread, before the sandbox starts. What must never happen: using a folder
 //! that another local user has made or can change. Such a user could replace the sockets.
 
+use std::ffi::OsString;
 use std::fs::DirBuilder;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -30,7 +31,8 @@ const OTHERS_WRITE: u32 = 0o002;
 const STICKY: u32 = 0o1000;
 
 /// Returns the folder in which each user's programs keep their sockets. For root this is `/run`,
-/// otherwise `$XDG_RUNTIME_DIR`, otherwise the folder that the service manager has made for the
+/// otherwise `$XDG_RUNTIME_DIR` unless it is relative (as the XDG Base Directory Specification
+/// says), otherwise the folder that the service manager has made for the
 /// user.
 ///
 /// None: there is none.
@@ -38,12 +40,16 @@ pub(crate) fn parent() -> Option<PathBuf> {
     if geteuid().is_root() {
         return Some(OF_ROOT.into());
     }
-    let given = std::env::var_os("XDG_RUNTIME_DIR").filter(|value| !value.is_empty()).map(PathBuf::from);
-    given.or_else(|| {
+    whole(std::env::var_os("XDG_RUNTIME_DIR")).or_else(|| {
         let made = Path::new(OF_USERS).join(geteuid().as_raw().to_string());
         let is_own = |meta: std::fs::Metadata| meta.is_dir() && meta.uid() == geteuid().as_raw();
         std::fs::symlink_metadata(&made).is_ok_and(is_own).then_some(made)
     })
+}
+
+/// Returns the value of a variable that is the whole path of a folder.
+fn whole(value: Option<OsString>) -> Option<PathBuf> {
+    value.map(PathBuf::from).filter(|path| path.is_absolute())
 }
 
 /// Returns the folder. It is made if it is missing.
@@ -81,7 +87,9 @@ fn look_in(parent: &Path) -> Result<(PathBuf, bool), String> {
 
 fn no_parent() -> String {
     let user = geteuid().as_raw();
-    format!("no folder for the socket: XDG_RUNTIME_DIR is not set, and there is no {OF_USERS}/{user}")
+    let unset = std::env::var_os("XDG_RUNTIME_DIR").is_none_or(|value| value.is_empty());
+    let why = if unset { "not set" } else { "relative" };
+    format!("no folder for the socket: XDG_RUNTIME_DIR is {why}, and there is no {OF_USERS}/{user}")
 }
 
 fn make_in(parent: &Path) -> Result<PathBuf, String> {
@@ -134,6 +142,14 @@ mod tests {
 
     fn set_mode(path: &Path, mode: u32) {
         std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn a_relative_folder_is_ignored() {
+        assert_eq!(whole(Some("/run/user/1".into())), Some("/run/user/1".into()));
+        assert!(
+            [None, Some(""), Some("run"), Some("./x")].iter().all(|v| whole(v.map(Into::into)).is_none())
+        );
     }
 
     #[test]

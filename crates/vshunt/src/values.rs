@@ -137,7 +137,7 @@ pub(crate) fn parse_queues(text: &str) -> Result<QueueNames, String> {
         None | Some((_, "*")) => (text.strip_suffix(":*").unwrap_or(text), None),
         Some((export, indices)) => {
             let (first, last) = indices.split_once('-').unwrap_or((indices, indices));
-            let number = |text: &str| text.parse::<u16>().map_err(|_| bad());
+            let number = |text: &str| keyval::whole::<u16>(text).ok_or_else(bad);
             (export, Some(number(first)?..=number(last)?))
         }
     };

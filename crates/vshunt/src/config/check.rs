@@ -10,7 +10,7 @@ use vshunt_vhost_user::accounts;
 
 use super::file::{AttachSpec, Place};
 use super::{Control, Setup, check_control_access, control_path};
-use crate::keyval::closest;
+use crate::keyval::{closest, whole};
 use crate::metrics::Address;
 use crate::outcome::{Failure, Outcome, print_line};
 
@@ -207,9 +207,7 @@ fn same_paths(setup: &Setup, wrong: &mut Told) {
         if let Some(other) = users.get(&whole(path)) {
             let at = || setup.places.shown(&setup.places.exports, item);
             let path = path.display();
-            wrong.tell(|| {
-                format!("{}{name}: {path} is used by {other} already; choose another path", at())
-            });
+            wrong.tell(|| format!("{}{name}: {path} is used by {other} already; choose another path", at()));
         }
         users.entry(whole(path)).or_insert(name);
     }
@@ -248,10 +246,11 @@ fn attached(setup: &Setup, names: &Names<'_>, attach: &AttachSpec, tell: Tell<'_
             )
         });
     }
-    let known = |name: &str| name == "worker-0" || names.workers.contains(name) || is_own(&names.exports, name);
-    match worker.parse::<usize>() {
-        Ok(id) if id <= setup.workers.len() => {}
-        Err(_) if known(worker) => {}
+    let known =
+        |name: &str| name == "worker-0" || names.workers.contains(name) || is_own(&names.exports, name);
+    match whole::<usize>(worker) {
+        Some(id) if id <= setup.workers.len() => {}
+        None if known(worker) => {}
         _ => tell(&|| {
             let all = names.workers.iter().map(String::as_str).chain(["worker-0"]);
             let meant = meant(worker, all);
