@@ -225,6 +225,7 @@ impl Export {
             mount: served.as_ref().and_then(|s| s.frontend.mount()),
             port: served.as_ref().and_then(|s| s.frontend.port()),
             queue_list: served.as_ref().map_or(Vec::new(), |s| self.list(s)),
+            queues_left_out: 0,
         }
     }
 

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize, Serializer};
 
 mod access;
 mod drops;
+mod idle;
 mod job;
 mod net;
 mod port;
@@ -520,6 +521,13 @@ pub struct ExportInfo {
     pub port: Option<PortInfo>,
     /// Its queues.
     pub queue_list: Vec<QueueInfo>,
+    /// The number of queues that `query-exports` left out with `started-only`.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub queues_left_out: u32,
+}
+
+fn is_zero(count: &u32) -> bool {
+    *count == 0
 }
 
 /// Formats CPU numbers, which ascend, like taskset: `0-3,6`.

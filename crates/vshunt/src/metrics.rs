@@ -10,7 +10,6 @@
 mod address;
 pub(crate) mod families;
 mod http;
-mod idle;
 mod serve;
 
 use std::os::fd::OwnedFd;

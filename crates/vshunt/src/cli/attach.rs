@@ -4,14 +4,15 @@ use serde_json::json;
 use vshunt_types::spec::{QueueInfo, WorkerInfo};
 
 use super::args::AttachArgs;
-use super::call::{call, send};
+use super::call::{call, narrowed, send};
 use super::client::Client;
+use crate::keyval;
 use crate::outcome::{Failure, Outcome};
 use crate::values::QueueNames;
 
 /// Returns the id that `text` is, or the id of the only worker of that name.
 pub(super) fn worker_id(client: &mut Client, text: &str) -> Outcome<u32> {
-    if let Ok(id) = text.parse() {
+    if let Some(id) = keyval::whole(text) {
         return Ok(id);
     }
     let workers: Vec<WorkerInfo> = call(client, "query-workers", json!({}))?;
@@ -30,7 +31,7 @@ pub(super) fn move_queues(client: &mut Client, args: AttachArgs) -> Outcome<Stri
     let indices = match indices {
         Some(indices) => indices,
         None => {
-            let queues: Vec<QueueInfo> = call(client, "query-queues", json!({}))?;
+            let queues: Vec<QueueInfo> = narrowed(client, "query-queues", json!({ "export": export }))?;
             let last = queues.iter().filter(|queue| queue.export == export).map(|queue| queue.index).max();
             0..=last.ok_or_else(|| {
                 Failure::Failed(format!("there is no export {export} with queues; see `vshunt status`"))

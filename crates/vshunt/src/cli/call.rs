@@ -33,6 +33,24 @@ pub(super) fn call<T: DeserializeOwned>(client: &mut Client, command: &str, argu
     })
 }
 
+/// Asks for exports or queues without the queues that never started.
+pub(super) fn started<T: DeserializeOwned>(client: &mut Client, command: &str) -> Outcome<T> {
+    narrowed(client, command, json!({ "started-only": true }))
+}
+
+/// Asks for a part of a list. An earlier daemon, from before an upgrade of this program, does not
+/// know these arguments and lists all.
+pub(super) fn narrowed<T: DeserializeOwned>(
+    client: &mut Client,
+    command: &str,
+    arguments: Value,
+) -> Outcome<T> {
+    match call(client, command, arguments) {
+        Err(Failure::Failed(why)) if why.contains("unknown field `") => call(client, command, json!({})),
+        answer => answer,
+    }
+}
+
 pub(super) fn send(client: &mut Client, command: &str, arguments: Value) -> Outcome {
     call::<Value>(client, command, arguments).map(drop)
 }

@@ -3,12 +3,12 @@
 
 use std::time::{Duration, Instant};
 
-use serde_json::{Map, json};
+use serde_json::Map;
 use vshunt_types::spec::{ExportInfo, ExportKind};
 
-use super::call::call;
+use super::call::started;
 use super::client::Client;
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, print_line};
 
 /// The time limit for the end of the daemon.
 const QUIT_TIME: Duration = Duration::from_secs(60);
@@ -19,7 +19,7 @@ const QUERY_INTERVAL: Duration = Duration::from_millis(50);
 pub(super) fn run(mut client: Client, force: bool) -> Outcome {
     let start = Instant::now();
     let users = loop {
-        let users = Users::of(&call::<Vec<ExportInfo>>(&mut client, "query-exports", json!({}))?);
+        let users = Users::of(&started::<Vec<ExportInfo>>(&mut client, "query-exports")?);
         match users.refusal() {
             Some(why) if !force && start.elapsed() >= NOTICED => return Err(Failure::Failed(why)),
             Some(_) if !force => std::thread::sleep(QUERY_INTERVAL),
@@ -32,7 +32,7 @@ pub(super) fn run(mut client: Client, force: bool) -> Outcome {
     }
     match users.connected.as_slice() {
         [] => Ok(()),
-        names => print(&format!("disconnected: {}\n", names.join(", "))),
+        names => print_line(&format!("disconnected: {}", names.join(", "))),
     }
 }
 
@@ -85,7 +85,7 @@ impl Users {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::Value;
+    use serde_json::{Value, json};
 
     use super::*;
 

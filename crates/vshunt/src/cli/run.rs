@@ -13,7 +13,7 @@ use vshunt_types::spec::{
 use super::args::config::ConfigCommand;
 use super::args::{Cli, Command, DiskCommand, ExportCommand, ListArgs, NetCommand, WorkerCommand};
 use super::attach::{move_queues, worker_id};
-use super::call::{absolute, call, connect, list, print_json, query, send, to_value};
+use super::call::{absolute, call, connect, list, print_json, query, send, started, to_value};
 use super::client::Client;
 use super::passing::{self, Wanted};
 use super::{jobs, pages, quit, running, show, snapshot, top};
@@ -47,7 +47,7 @@ pub(super) fn run(cli: Cli) -> Outcome {
         Command::Config(ConfigCommand::Check { file }) => config::check::file(&file),
         Command::Config(ConfigCommand::Show) => config_show(&mut connect()?),
         Command::Worker(command) => worker(&mut connect()?, command),
-        Command::Attach(args) => print(&format!("{}\n", move_queues(&mut connect()?, args)?)),
+        Command::Attach(args) => print_line(&move_queues(&mut connect()?, args)?),
         Command::Disk(command) => disk(&mut connect()?, command),
         Command::Net(command) => net(&mut connect()?, command),
         Command::Export(command) => export(&mut connect()?, command, cli.log.quiet),
@@ -111,9 +111,9 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
     let none = || json!({});
     let disks: Vec<DiskInfo> = call(client, "query-disks", none())?;
     let nets: Vec<NetInfo> = call(client, "query-nets", none())?;
-    let exports: Vec<ExportInfo> = call(client, "query-exports", none())?;
+    let exports: Vec<ExportInfo> = started(client, "query-exports")?;
     let jobs: Vec<JobInfo> = call(client, "query-jobs", none())?;
-    let queues: Vec<QueueInfo> = call(client, "query-queues", none())?;
+    let queues: Vec<QueueInfo> = started(client, "query-queues")?;
     let workers: Vec<WorkerInfo> = call(client, "query-workers", none())?;
     // Tables without rows are left out. There is always a worker.
     let tables = [
@@ -237,6 +237,9 @@ fn export(client: &mut Client, command: ExportCommand, quiet: bool) -> Outcome {
                 print(&summary(&format!("{} moved", one_line(&name)), bytes, lasted.unwrap_or_default()))?;
             }
             Ok(())
+        }
+        ExportCommand::List(ListArgs { json: false }) => {
+            print(&show::exports(&started::<Vec<ExportInfo>>(client, "query-exports")?))
         }
         ExportCommand::List(args) => list(client, "query-exports", args, show::exports),
     }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 use vshunt_types::spec::{DiskInfo, DiskSpec, ExportInfo, NetInfo};
 
-use super::call::call;
+use super::call::{call, started};
 use super::client::Client;
 use crate::config::images::numbered;
 use crate::config::{Setup, control_path};
@@ -37,7 +37,7 @@ fn ask() -> Option<Running> {
         let nets: Vec<NetInfo> = call(client, "query-nets", json!({}))?;
         let taken = disks.iter().map(|disk| &disk.spec.name).chain(nets.iter().map(|net| &net.spec.name));
         let taken = taken.cloned().collect();
-        Ok(Running { disks, exports: call(client, "query-exports", json!({}))?, taken })
+        Ok(Running { disks, exports: started(client, "query-exports")?, taken })
     };
     asked(&mut client).ok()
 }

@@ -181,7 +181,7 @@ pub(crate) fn exports(exports: &[ExportInfo]) -> String {
                 e.spec.of().to_owned(),
                 if e.spec.refuses_writes() { "ro" } else { "rw" }.to_owned(),
                 state.to_owned(),
-                e.queue_list.len().to_string(),
+                (e.queue_list.len() + e.queues_left_out as usize).to_string(),
                 engine(e).to_owned(),
                 at,
             ]

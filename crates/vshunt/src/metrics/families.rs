@@ -19,8 +19,6 @@ use vshunt_types::spec::{
     PortInfo, PortState, QueueInfo, WorkerInfo,
 };
 
-use super::idle;
-
 /// The prefix of all names.
 const PREFIX: &str = "vshunt";
 
@@ -46,12 +44,14 @@ pub(super) struct Snapshot {
 
 impl Snapshot {
     pub(super) fn of(daemon: &Daemon) -> Self {
+        let mut queues = daemon.queues();
+        QueueInfo::keep_started(&mut queues);
         Self {
             disks: daemon.disks(),
             nets: daemon.nets(),
             exports: daemon.exports(),
             jobs: daemon.jobs(),
-            queues: idle::shown(daemon.queues()),
+            queues,
             workers: daemon.workers(),
             refused: vshunt_sandbox::refused(),
         }

@@ -16,11 +16,15 @@ pub(super) fn split(queues: &[QueueInfo]) -> (Vec<&QueueInfo>, Vec<String>) {
             continue;
         }
         let export = idle.first().map_or("", |queue| queue.export.as_str());
-        let more = if started.is_empty() { "" } else { " more" };
-        lines.push(one_line(&format!("{export}: {}{more}, not started", idle.len())).into_owned());
+        lines.push(line(export, idle.len(), started.is_empty()));
         listed.extend(started);
     }
     (listed, lines)
+}
+
+/// Returns the line for queues of an export that never started. `all`: it has no others.
+pub(super) fn line(export: &str, count: usize, all: bool) -> String {
+    one_line(&format!("{export}: {count}{}, not started", if all { "" } else { " more" })).into_owned()
 }
 
 /// Joins names of queues, `EXPORT:INDEX`. Three and more in a row are written `EXPORT:FIRST-LAST`.

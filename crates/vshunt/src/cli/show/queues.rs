@@ -6,7 +6,8 @@ use super::{idle, size, table};
 
 /// Returns the table of the queues of `exports` and of jobs. None if there are no queues.
 pub(crate) fn queues(queues: &[QueueInfo], exports: &[ExportInfo]) -> Option<String> {
-    if queues.is_empty() {
+    let left_out: Vec<_> = exports.iter().filter(|export| export.queues_left_out > 0).collect();
+    if queues.is_empty() && left_out.is_empty() {
         return None;
     }
     let controls: Vec<_> = exports.iter().filter(|export| has_control(export)).collect();
@@ -14,7 +15,14 @@ pub(crate) fn queues(queues: &[QueueInfo], exports: &[ExportInfo]) -> Option<Str
         true => format!("{}:{} control", queue.export, queue.index),
         false => format!("{}:{}", queue.export, queue.index),
     };
-    let (queues, idle) = idle::split(queues);
+    let (queues, mut idle) = idle::split(queues);
+    for export in left_out {
+        idle.push(idle::line(
+            &export.spec.name,
+            export.queues_left_out as usize,
+            export.queue_list.is_empty(),
+        ));
+    }
     let mut text = table(
         ["QUEUE", ">WORKER", "STATE", ">SIZE", ">IN-FLIGHT", ">REQUESTS", ">ERRORS", ">READ", ">WRITTEN"],
         queues.iter().map(|q| {
@@ -96,6 +104,15 @@ mod tests {
         let text = queues(&all, &exports).unwrap();
         let names: Vec<_> = text.lines().skip(1).map(|line| line.split("  ").next().unwrap()).collect();
         assert_eq!(names, ["c0:0", "c0:1 control", "k0:0", "d0:0", "c0x:1"], "{text}");
+    }
+
+    #[test]
+    fn queues_that_the_daemon_left_out_are_counted() {
+        let mut some = ExportInfo { queues_left_out: 252, ..export("d0", "vhost-user-blk", "user") };
+        some.queue_list = vec![queue("d0", 0, false)];
+        let all = ExportInfo { queues_left_out: 256, ..export("d1", "vhost-user-blk", "user") };
+        let text = queues(&some.queue_list.clone(), &[some, all]).unwrap();
+        assert!(text.ends_with("d0: 252 more, not started\nd1: 256, not started\n"), "{text}");
     }
 
     #[test]

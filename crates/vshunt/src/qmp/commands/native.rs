@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use vshunt_daemon::ATTACH_TIMEOUT;
-use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, Steering, WorkerSpec};
+use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, QueueInfo, Steering, WorkerSpec};
 
 use super::qemu;
 use crate::qmp::context::{Answer, Arguments, Context, Nothing, Stop, done};
@@ -66,13 +66,55 @@ struct QueueAttach {
 
 pub(super) fn list<T: Serialize>(arguments: Arguments, get: impl FnOnce() -> Vec<T>) -> Answer {
     arguments.read::<Nothing>()?;
-    serde_json::to_value(get()).map_err(|e| QmpError::generic(format!("cannot write the answer: {e}")))
+    written(get())
+}
+
+fn written(answer: impl Serialize) -> Answer {
+    serde_json::to_value(answer).map_err(|e| QmpError::generic(format!("cannot write the answer: {e}")))
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct QueryExports {
+    /// Leave out the queues that never started, if an export has more than 8 of them.
+    #[serde(default)]
+    started_only: bool,
+}
+
+pub(super) fn query_exports(context: &Context, arguments: Arguments) -> Answer {
+    let QueryExports { started_only } = arguments.read()?;
+    let mut exports = context.daemon.exports();
+    for export in exports.iter_mut().filter(|_| started_only) {
+        let all = export.queue_list.len();
+        QueueInfo::keep_started(&mut export.queue_list);
+        export.queues_left_out = u32::try_from(all - export.queue_list.len()).unwrap_or(u32::MAX);
+    }
+    written(exports)
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct QueryQueues {
+    /// List the queues of this export or job only.
+    export: Option<String>,
+    /// Leave out the queues that never started, if an export has more than 8 of them.
+    #[serde(default)]
+    started_only: bool,
+}
+
+pub(super) fn query_queues(context: &Context, arguments: Arguments) -> Answer {
+    let QueryQueues { export, started_only } = arguments.read()?;
+    let mut queues = context.daemon.queues();
+    queues.retain(|queue| export.as_ref().is_none_or(|export| *export == queue.export));
+    if started_only {
+        QueueInfo::keep_started(&mut queues);
+    }
+    written(queues)
 }
 
 pub(super) fn sandbox(arguments: Arguments) -> Answer {
     arguments.read::<Nothing>()?;
-    serde_json::to_value(vshunt_sandbox::info())
-        .map_err(|e| QmpError::generic(format!("cannot write the answer: {e}")))
+    written(vshunt_sandbox::info())
 }
 
 pub(super) fn disk_add(context: &Context, arguments: Arguments) -> Answer {
@@ -108,7 +150,7 @@ pub(super) fn net_set(context: &Context, arguments: Arguments) -> Answer {
 
 pub(super) fn query_net_addresses(context: &Context, arguments: Arguments) -> Answer {
     let addresses = context.daemon.net_addresses(&arguments.read::<Named>()?.name)?;
-    serde_json::to_value(addresses).map_err(|e| QmpError::generic(format!("cannot write the answer: {e}")))
+    written(addresses)
 }
 
 pub(super) fn export_add(context: &Context, arguments: Arguments) -> Answer {

@@ -220,7 +220,8 @@ pub(crate) const COMMANDS: &[Command] = &[
     )
     .returns("`toml`: the text of the file"),
     command("query-disks", "Lists the disks.", |c, a| native::list(a, || c.daemon.disks())).returns("[DiskInfo]"),
-    command("query-exports", "Lists the exports.", |c, a| native::list(a, || c.daemon.exports()))
+    command("query-exports", "Lists the exports.", native::query_exports)
+        .takes("[started-only]", "native::QueryExports")
         .returns("[ExportInfo]"),
     command("query-fdsets", "Lists the fd sets.", fdset::query_fdsets)
         .returns("a list of objects: `fdset-id`, and `fds`, a list of `fd` and `opaque`"),
@@ -239,7 +240,8 @@ pub(crate) const COMMANDS: &[Command] = &[
     .takes("name", "native::Named")
     .returns("[NetAddress]"),
     command("query-nets", "Lists the networks.", |c, a| native::list(a, || c.daemon.nets())).returns("[NetInfo]"),
-    command("query-queues", "Lists the queues of all exports and jobs.", |c, a| native::list(a, || c.daemon.queues()))
+    command("query-queues", "Lists the queues of exports and jobs.", native::query_queues)
+        .takes("[export, started-only]", "native::QueryQueues")
         .returns("[QueueInfo]"),
     command("query-sandbox", "Shows the restrictions that are in force. See sandbox.md.", |_, a| native::sandbox(a))
         .returns("SandboxInfo"),

@@ -88,6 +88,18 @@ fn native_commands_for_disks_and_exports() {
         .unwrap();
     let bad = json!({ "export": "vm0", "index": 1, "last": 0, "worker": worker });
     assert!(refused(&context, "queue-attach", bad).contains("last"));
+    let of = |arguments| call(&context, "query-queues", arguments).unwrap().as_array().unwrap().len();
+    assert_eq!(of(json!({ "started-only": true })), 2);
+    assert_eq!(of(json!({ "export": "no" })), 0);
+    let many = json!({ "type": "vhost-user-blk", "name": "vm1", "disk": "d0", "readonly": true, "socket": dir.path().join("t") });
+    call(&context, "export-add", many).unwrap();
+    let numbers = [json!({}), json!({ "started-only": true }), json!({ "export": "vm1" })].map(of);
+    assert_eq!(numbers, [258, 2, 256]);
+    let list = call(&context, "query-exports", json!({ "started-only": true })).unwrap();
+    let left_out =
+        |at: usize| (list[at]["queue-list"].as_array().unwrap().len(), &list[at]["queues-left-out"]);
+    assert_eq!([left_out(0), left_out(1)], [(2, &Value::Null), (0, &json!(256))]);
+    call(&context, "export-remove", json!({ "name": "vm1" })).unwrap();
     let long = json!({ "export": "vm0", "index": 1, "worker": 0, "timeout-ms": u64::MAX });
     assert!(refused(&context, "queue-attach", long).contains("timeout-ms"));
     let fd = json!({ "type": "vhost-user-blk", "name": "b", "disk": "d0", "fd": 0 });
