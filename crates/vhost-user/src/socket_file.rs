@@ -12,6 +12,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -33,6 +34,9 @@ const BACKLOG: i32 = 64;
 /// How often, 10 ms apart, the lock of the folder is tried. Other programs may hold the lock for
 /// other reasons.
 const LOCK_TRIES: u32 = 50;
+
+/// Whether a folder could not be locked in that time.
+static GIVEN_UP: AtomicBool = AtomicBool::new(false);
 
 /// How long a listener of a process that was killed may stay open.
 const DYING_WAIT: Duration = Duration::from_millis(1000);
@@ -194,11 +198,21 @@ fn lock_directory(path: &Path) -> Option<OwnedFd> {
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory = rustix::fs::open(parent, flags, Mode::empty()).ok()?;
-    for _ in 0..LOCK_TRIES {
+    // Any user who may read the folder can keep it locked. That costs one wait, and not one for
+    // each of many sockets.
+    let tries = if GIVEN_UP.load(Relaxed) { 1 } else { LOCK_TRIES };
+    for _ in 0..tries {
         if rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive).is_ok() {
             return Some(directory);
         }
         std::thread::sleep(Duration::from_millis(10));
+    }
+    if !GIVEN_UP.swap(true, Relaxed) {
+        tracing::warn!(
+            "another process keeps the folder {} locked (flock), so sockets are made there without its lock: two daemons that \
+             start at the same time with the same path could both listen; keep sockets in a folder that only their user may read",
+            parent.display()
+        );
     }
     None
 }
@@ -279,6 +293,16 @@ mod tests {
         );
         drop(live);
         bind(&path, &OPEN, &WORDS).unwrap();
+    }
+
+    #[test]
+    fn a_folder_that_another_keeps_locked_holds_nobody_long() {
+        let dir = tempfile::tempdir().unwrap();
+        let held = fs::File::open(dir.path()).unwrap();
+        rustix::fs::flock(&held, FlockOperation::LockExclusive).unwrap();
+        let sockets: Vec<_> =
+            (0..200).map(|n| bind(&dir.path().join(n.to_string()), &OPEN, &WORDS).unwrap()).collect();
+        assert!(GIVEN_UP.load(Relaxed) && sockets.len() == 200);
     }
 
     #[test]
