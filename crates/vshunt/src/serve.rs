@@ -33,7 +33,8 @@ pub(crate) mod signals;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
@@ -47,12 +48,16 @@ use self::activation::Inherited;
 use crate::config::args::LogArgs;
 use crate::config::file::AttachSpec;
 use crate::config::{Control, Setup, control_path};
+use crate::keyval;
 use crate::metrics::Metrics;
 use crate::outcome::{Failure, Outcome, print};
 use crate::qmp::{Context, ControlSocket, Server, Startup, Stop, events};
 
 /// The worker that always exists.
 const FIRST_WORKER: u32 = 0;
+
+/// The remedy if a socket or file whose path follows from the name of an image is in use.
+const OTHER_PLACE: &str = "give the image another name, or --disk file=IMAGE and --export with socket=PATH";
 
 /// What differs between `vshunt serve`, `vshunt-blk` and `vshunt-net`.
 pub(crate) struct ServeOptions {
@@ -90,21 +95,30 @@ pub(crate) fn serve(setup: Setup, options: &ServeOptions) -> Outcome {
     sandbox::start(confine::plan(&setup, sockets.control.is_some()))?;
     signals::forward(blocked, stop.clone())?;
     let mut serving = Serving::set_up(setup, inherited, sockets, options, stop)?;
-    serving.announce(options);
     print_aside(ready);
+    serving.announce(options);
     let reason = wait(&stopped);
     tracing::info!(?reason, "ending");
     serving.take_down(reason);
     Ok(())
 }
 
+/// How long the lines for users may take. Normally they are written at once.
+const PRINT_TIME: Duration = Duration::from_secs(1);
+
 /// Prints the lines for users on a thread of its own. A reader of stdout that reads nothing, or has
 /// ended, is no reason to serve nothing, to ignore signals, or to end. The thread ends with the
 /// process at the latest.
 fn print_aside(text: String) {
-    let run = move || drop(print(&text));
+    let (printed, is_printed) = channel();
+    let run = move || {
+        let _ = print(&text);
+        let _ = printed.send(());
+    };
     if let Err(e) = std::thread::Builder::new().name("stdout".into()).spawn(run) {
         tracing::warn!("cannot start the thread that writes to stdout: {e}");
+    } else if is_printed.recv_timeout(PRINT_TIME) == Err(RecvTimeoutError::Timeout) {
+        tracing::warn!("nothing reads stdout, so the lines to paste are not shown yet; -q leaves them out");
     }
 }
 
@@ -233,7 +247,12 @@ impl Serving {
             self.daemon.worker_new(worker)?;
         }
         for export in setup.exports {
-            self.daemon.export_add(export)?;
+            let of_image = setup.images.contains(&export.name);
+            self.daemon.export_add(export).map_err(|e| match e.kind() {
+                // The user has not chosen the path.
+                Kind::Busy if of_image => Error::busy(format!("{e}: {OTHER_PLACE}")),
+                _ => e,
+            })?;
         }
         for worker in of_exports {
             self.daemon.worker_new(worker)?;
@@ -250,10 +269,10 @@ impl Serving {
     fn attach(&self, AttachSpec { queues, worker }: &AttachSpec) -> Result<()> {
         let workers = self.daemon.workers();
         let mut named = workers.iter().filter(|w| w.name == *worker).map(|w| w.id);
-        let id = match (worker.parse(), named.next(), named.next()) {
-            (Ok(id), ..) => id,
-            (Err(_), Some(id), None) => id,
-            (Err(_), None, _) => return Err(Error::not_found(format!("there is no worker {worker}"))),
+        let id = match (keyval::whole(worker), named.next(), named.next()) {
+            (Some(id), ..) => id,
+            (None, Some(id), None) => id,
+            (None, None, _) => return Err(Error::not_found(format!("there is no worker {worker}"))),
             _ => {
                 return Err(Error::invalid(format!(
                     "several workers are named {worker}; give one another name"
@@ -383,7 +402,7 @@ fn control_socket(
         Some(Err(e)) => Err(e.into()),
         None if setup.control == Control::IfFree => Ok(None),
         None => Err(Failure::Usage(
-            "no place for the control socket (XDG_RUNTIME_DIR is not set); \
+            "no place for the control socket (XDG_RUNTIME_DIR is not set, or relative); \
              give --control SOCKET or --no-control"
                 .into(),
         )),

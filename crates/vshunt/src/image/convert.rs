@@ -1,6 +1,6 @@
 //! `vshunt image convert`.
 
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -112,7 +112,11 @@ fn bitmaps(args: &ConvertArgs, format: ImageFormat, from: &Path) -> Outcome<Vec<
 /// Refuses a target that is a file of the source image, under any name. It would be truncated
 /// before it is read.
 pub(super) fn not_of(target: &Path, image: PathBuf, is_qcow2: bool) -> Outcome {
-    let id = |path: &Path| std::fs::metadata(path).ok().map(|m| (m.dev(), m.ino()));
+    // A device can have several nodes.
+    let id = |path: &Path| match std::fs::metadata(path).ok()? {
+        m if m.file_type().is_block_device() => Some((0, m.rdev())),
+        m => Some((m.dev(), m.ino())),
+    };
     let Some(target_id) = id(target) else { return Ok(()) };
     let (shown, top) = (target.display(), image.display().to_string());
     if id(&image) == Some(target_id) {
