@@ -4,7 +4,9 @@
 mod common;
 
 use std::fs;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt, chown, symlink};
+use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, chown, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -313,6 +315,74 @@ fn a_second_daemon_is_told_how_to_use_the_first_one() {
 }
 
 #[test]
+fn a_full_pipe_as_stdout_holds_no_daemon() {
+    let user = User::new();
+    user.file("disk.img", b"");
+    let (_reader, writer) = std::io::pipe().unwrap();
+    rustix::fs::fcntl_setfl(&writer, rustix::fs::OFlags::NONBLOCK).unwrap();
+    while (&writer).write(&[0; 4096]).is_ok() {}
+    rustix::fs::fcntl_setfl(&writer, rustix::fs::OFlags::empty()).unwrap();
+    let err = fs::File::create(user.path("err")).unwrap();
+    let mut child = user.vshunt(&["serve", "disk.img"]).stdout(writer).stderr(err).spawn().unwrap();
+    wait_for("the daemon", || user.output(&["status"]).0 == 0);
+    // SAFETY: a child of this process that was not reaped, so the id is still its.
+    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
+    assert_eq!(wait(&mut child), 0);
+    let said = fs::read_to_string(user.path("err")).unwrap();
+    assert!(said.contains("nothing reads stdout") && said.contains("serving disk on"), "{said}");
+    assert!(!user.run().join("vshunt/disk.sock").exists());
+}
+
+#[test]
+fn two_images_whose_names_give_one_socket_are_told_apart() {
+    let user = User::new();
+    user.file("a b.img", b"");
+    user.file("ab.img", b"");
+    let mut first = user.start(&["serve", "a b.img"]);
+    let socket = user.run().join("vshunt/ab.sock");
+    let before = fs::metadata(&socket).unwrap();
+    let err = user.fails(1, &["serve", "ab.img", "--control", user.path("c").to_str().unwrap()]);
+    let want =
+        format!("another process listens on {}; choose another path: give the image", socket.display());
+    assert!(err.contains(&want) && err.contains("socket=PATH"), "{err}");
+    assert_eq!(fs::metadata(&socket).unwrap().ino(), before.ino());
+    std::os::unix::net::UnixStream::connect(&socket).unwrap();
+    first.end();
+    assert!(!socket.exists());
+}
+
+#[test]
+fn a_path_that_is_not_utf8_hides_no_other() {
+    let user = User::new();
+    user.file("disk.img", b"");
+    let name = std::ffi::OsStr::from_bytes(b"b\xffad\n.img");
+    fs::rename(user.file("x.img", b""), user.path("x").with_file_name(name)).unwrap();
+    let err = user.path("err");
+    let mut command = user.vshunt(&["serve", "-q", "disk.img"]);
+    command.arg(name).stdout(Stdio::null()).stderr(fs::File::create(&err).unwrap());
+    let mut child = command.spawn().unwrap();
+    wait_for("the daemon", || user.output(&["status"]).0 == 0);
+    let said = fs::read_to_string(&err).unwrap();
+    let (code, table, _) = user.output(&["disk", "list"]);
+    assert!(code == 0 && table.contains("b\u{fffd}ad\\n.img"), "{table}{said}");
+    let (_, out, _) = user.output(&["disk", "list", "--json"]);
+    let disks: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let bad = disks.as_array().unwrap().iter().find(|disk| disk["name"] == "bad").unwrap();
+    assert!(bad["file"].as_str().unwrap().ends_with("b\u{fffd}ad\n.img"), "{out}");
+    let (code, shown, err) = user.output(&["config", "show"]);
+    assert_eq!(code, 0, "{err}");
+    for want in ["name = \"disk\"\n", "# The file of disk bad, ", "is not UTF-8", "# name = \"bad\"\n"] {
+        assert!(shown.contains(want), "{want}: {shown}");
+    }
+    // What is left is a whole file.
+    fs::write(user.path("shown.toml"), &shown).unwrap();
+    let (code, out, err) = user.output(&["config", "check", "shown.toml"]);
+    assert!(code == 0 && out.contains("1 disk, 0 networks, 0 workers, 1 export"), "{out}{err}");
+    assert_eq!(user.output(&["quit"]).0, 0);
+    assert_eq!(wait(&mut child), 0);
+}
+
+#[test]
 fn a_planted_folder_is_refused() {
     let user = User::new();
     user.file("disk.img", b"");
@@ -346,6 +416,8 @@ fn without_a_runtime_folder_the_remedy_is_named() {
         err.contains("XDG_RUNTIME_DIR is not set, and there is no /run/user/65534; give --disk"),
         "{err}"
     );
+    let relative = output(user.vshunt(&["serve", "disk.img"]).env("XDG_RUNTIME_DIR", "run"));
+    assert!(relative.0 == 1 && relative.2.contains("XDG_RUNTIME_DIR is relative, and"), "{}", relative.2);
     let (code, _, err) = said(&["status"]);
     assert!(code == 2 && err.contains("give -c SOCKET, or set VSHUNT_CONTROL"), "{err}");
 }
