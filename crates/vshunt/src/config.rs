@@ -4,6 +4,7 @@ pub(crate) mod args;
 pub(crate) mod check;
 pub(crate) mod file;
 pub(crate) mod images;
+mod told;
 
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
@@ -14,8 +15,8 @@ use toml::Value;
 use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, SocketAccess, WorkerSpec};
 
 use self::args::{MountArgs, SandboxArgs, ServeArgs};
-use self::check::Told;
 use self::file::{AttachSpec, Places};
+use self::told::Told;
 use crate::metrics::Address;
 use crate::outcome::{Failure, Outcome};
 use crate::run_folder;

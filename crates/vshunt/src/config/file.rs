@@ -18,7 +18,7 @@ use vshunt_types::error::Error;
 use vshunt_types::spec::{SocketAccess, SocketMode, WorkerSpec, text_or_number};
 
 use super::args::SandboxArgs;
-use super::check::Told;
+use super::told::Told;
 use super::{Control, LogFormat, Setup};
 use crate::keyval;
 use crate::metrics::Address;

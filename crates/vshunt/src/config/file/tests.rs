@@ -5,7 +5,7 @@ use std::path::Path;
 use vshunt_types::spec::{DiskSpec, ExportSpec, Format, NetSpec, Workers};
 
 use super::*;
-use crate::config::check;
+use crate::config::{check, told};
 
 const WHOLE: &str = r#"
 control = "/run/c"
@@ -258,7 +258,7 @@ fn a_large_file_is_read_in_linear_time_and_its_errors_have_a_bound() {
         text += &format!("[[attach]]\nqueues = \"f{n}\"\nworker = 0\n");
     }
     let all = problems(&text);
-    assert_eq!(all.len(), check::MESSAGES_MAX + 1);
+    assert_eq!(all.len(), told::MESSAGES_MAX + 1);
     assert!(all[0].starts_with("f.toml:5:1: export e0 is of disk e0, which is not there"), "{}", all[0]);
     assert_eq!(all.last().unwrap(), &format!("and {} more errors", 2 * COUNT - 100));
     let long = format!("[[disk]]\n{} = 1\n", "k".repeat(10 << 20));
