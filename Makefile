@@ -6,7 +6,7 @@ CARGO   ?= cargo
 export CARGO
 
 .DEFAULT_GOAL := help
-.PHONY: help build run recording check test test-kernel bench lint soak fuzz docs reference install deb rpm static reproducible release clean
+.PHONY: help build run recording plots check test test-kernel bench lint soak fuzz docs reference install deb rpm static reproducible release clean
 
 help: ## what there is
 	@echo 'vshunt: virtual disks served by many queues and many workers'
@@ -21,6 +21,10 @@ run: build ## a minute's tour: a disk served, driven, its queues moved under loa
 
 recording: build ## the terminal recording of the README, in docs/pictures; a minute, best on a quiet machine
 	scripts/recording
+
+plots: build ## IOPS by jobs and by depth, drawn in docs/pictures; about seven minutes, only on a quiet machine
+	$${CARGO_TARGET_DIR:-target}/release/vshunt-bench workers --runtime 1s --reps 3 --plot docs/pictures/workers.svg
+	$${CARGO_TARGET_DIR:-target}/release/vshunt-bench depth --runtime 1s --reps 3 --formats null --plot docs/pictures/depth.svg
 
 check: ## the fast loop: format, clippy, unit tests of the crates that differ from main
 	scripts/check

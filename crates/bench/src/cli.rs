@@ -1,5 +1,6 @@
 //! The command line of `vshunt-bench`. Exit codes: 0 ok, 1 failed, 2 usage, 3 cannot connect.
 
+mod compare;
 mod kernel;
 mod net;
 mod tap;
@@ -14,7 +15,6 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use crate::report::{Live, Rings, Summary};
 use crate::stop;
 use crate::units::{parse_cpus, parse_size, parse_time};
-use crate::workers;
 use vshunt_guest::driver::{Disk, Options};
 use vshunt_guest::error::Result;
 use vshunt_guest::fail;
@@ -27,7 +27,7 @@ Examples:
   vshunt-bench blk --socket /run/vm0.sock --rw randrw --verify --ios 1000000 --state /tmp/vm0.state
   vshunt-bench blk --socket /run/vm0.sock --rw randwrite --verify --reconnect 30s --runtime 1m
   vshunt-bench verify --socket /run/vm0.sock --state /tmp/vm0.state
-  vshunt-bench workers --jobs 1,2,4 --runtime 3s
+  vshunt-bench workers --jobs 1,2,4 --runtime 3s --plot workers.svg
   vshunt-bench net --socket /run/vm0.sock --mode sink --peer vs0 --runtime 5s
   vshunt-bench tap --queues 1,2
 
@@ -55,7 +55,11 @@ enum Command {
     #[command(after_help = kernel::EXAMPLES)]
     Kernel(Box<kernel::KernelArgs>),
     /// Compare one worker with many, next to the table that started this project
-    Workers(WorkersArgs),
+    #[command(after_help = compare::EXAMPLES)]
+    Workers(compare::WorkersArgs),
+    /// Compare depths: 1 to 128 requests in flight on a queue, on one queue and on several
+    #[command(after_help = compare::EXAMPLES)]
+    Depth(compare::DepthArgs),
     /// Drive a network device over vhost-user: send frames, receive them, or send them back
     #[command(after_help = net::EXAMPLES)]
     Net(Box<net::NetArgs>),
@@ -223,28 +227,6 @@ struct VerifyArgs {
     state: PathBuf,
 }
 
-#[derive(Args)]
-struct WorkersArgs {
-    /// Numbers of queues to compare, each queue with its own thread
-    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,12,16")]
-    jobs: Vec<u16>,
-    /// The vshunt program [default: in the folder of this program, then in PATH]
-    #[arg(long, value_name = "PATH")]
-    vshunt: Option<PathBuf>,
-    /// Backends to compare
-    #[arg(long, value_delimiter = ',', default_value = "null,ram")]
-    formats: Vec<String>,
-    /// Access pattern
-    #[arg(long, value_parser = rw_values(), default_value = "randrw", value_parser = rw_values())]
-    rw: Rw,
-    /// Length of each measurement, such as 3s or 500ms; a bare number is seconds
-    #[arg(long, value_parser = parse_time, default_value = "3s", value_name = "TIME")]
-    runtime: Duration,
-    /// Print the table as JSON on stdout
-    #[arg(long)]
-    json: bool,
-}
-
 /// Writes a page for each command: vshunt-bench.1, vshunt-bench-blk.1, …
 fn write_man(directory: &Path) -> Result<()> {
     let command = Cli::command().name("vshunt-bench").disable_help_subcommand(true);
@@ -258,7 +240,8 @@ pub fn main() -> ExitCode {
         Command::Blk(args) => blk(*args),
         Command::Verify(args) => verify(*args),
         Command::Kernel(args) => kernel::run(&args),
-        Command::Workers(args) => compare_workers(args),
+        Command::Workers(args) => compare::workers(args),
+        Command::Depth(args) => compare::depth(args),
         Command::Net(args) => net::run(&args),
         Command::Tap(args) => tap::run(&args),
         Command::Man { directory } => write_man(&directory),
@@ -380,23 +363,6 @@ fn show(plan: &LoadPlan, rings: Rings, outcome: &load::Outcome, json: bool) -> R
         println!("{}", text.map_err(|e| fail!(System, "cannot write the result as JSON: {e}"))?);
     } else {
         print!("{}", summary.table());
-    }
-    Ok(())
-}
-
-fn compare_workers(args: WorkersArgs) -> Result<()> {
-    let request = workers::Request {
-        jobs: args.jobs,
-        vshunt: args.vshunt,
-        formats: args.formats,
-        rw: args.rw,
-        runtime: args.runtime,
-    };
-    let table = workers::compare(&request)?;
-    if args.json {
-        println!("{table:#}", table = table.json());
-    } else {
-        print!("{}", table.text());
     }
     Ok(())
 }

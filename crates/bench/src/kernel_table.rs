@@ -87,7 +87,7 @@ pub fn measure(request: &Request) -> Result<Tables> {
         ram.push((name, columns));
     }
     let seconds = request.runtime.as_secs_f64();
-    let workers = Table { machine: Machine::here(), rw: Rw::Randrw.name().into(), seconds, rows };
+    let workers = Table { machine: Machine::here(), rw: Rw::Randrw.name().into(), seconds, reps: 1, rows };
     Ok(Tables { workers, ram })
 }
 
@@ -169,7 +169,8 @@ mod tests {
         let figure = Figure { jobs: 1, iops: 2.5e5, server_us_per_io: None, p50_ns: 0 };
         let one = RamFigure { queues: 1, workers: 1, randread: figure.clone(), randwrite: figure.clone() };
         let row = Row { format: "/dev/ram0".into(), workers: "one worker".into(), figures: vec![figure] };
-        let workers = Table { machine: Machine::here(), rw: "randrw".into(), seconds: 1.0, rows: vec![row] };
+        let workers =
+            Table { machine: Machine::here(), rw: "randrw".into(), seconds: 1.0, reps: 1, rows: vec![row] };
         let tables = Tables { workers, ram: vec![("/dev/ram0".into(), vec![one])] };
         let text = tables.text();
         assert!(text.contains("250.0k / 250.0k") && text.contains("730k / 701k"), "{text}");

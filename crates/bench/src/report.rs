@@ -19,6 +19,8 @@ use vshunt_guest::stats::{Ops, SlowRequest};
 pub struct Machine {
     /// CPUs that this process may run on.
     pub cpus: usize,
+    /// Model of the CPUs. Null if /proc/cpuinfo does not name it.
+    pub cpu: Option<String>,
     /// `uname -r`.
     pub kernel: String,
 }
@@ -28,7 +30,15 @@ impl Machine {
     pub fn here() -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
         let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
-        Self { cpus, kernel }
+        let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let model = cpuinfo.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+        Self { cpus, cpu: model.map(|(_, name)| name.trim().into()), kernel }
+    }
+
+    /// Returns the machine in words: model and number of the CPUs, kernel.
+    pub fn describe(&self) -> String {
+        let model = self.cpu.as_deref().map(|name| format!("{name}, ")).unwrap_or_default();
+        format!("{model}{} CPUs, Linux {}", self.cpus, self.kernel)
     }
 }
 

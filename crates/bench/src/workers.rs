@@ -1,31 +1,28 @@
 //! The comparison that started the project: one worker, one worker for each queue, and workers that
 //! are attached under load.
 //!
-//! It starts a `vshunt serve` for each measurement and ends it again. The load is that of
+//! Each measurement has a server of its own (see [`crate::server`]). The load is that of
 //! [`vshunt_guest::load`].
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::Serialize;
 
+use crate::plot::{self, Axis, Line, Panel, Plot};
 use crate::report::Machine;
+use crate::server::{QUEUES, Server, program};
 use crate::units::show_rate;
 use vshunt_guest::driver::{Disk, Options};
-use vshunt_guest::error::{Error, Kind, Result};
+use vshunt_guest::error::Result;
 use vshunt_guest::fail;
 use vshunt_guest::load::{self, LoadPlan, Progress, Rw, Tick};
 
-/// Queues of the server, and most jobs.
-const QUEUES: u16 = 16;
 /// Requests in flight on each queue, and in total, as in the original measurement.
 const DEPTH: u16 = 128;
 const DEPTH_ALL: u16 = 1024;
-/// Time limit for a server to listen.
-const START: Duration = Duration::from_secs(10);
 /// Load that is not counted, because memory is touched for the first time and workers are not
 /// attached yet.
 const WARM_UP: Duration = Duration::from_millis(500);
@@ -54,6 +51,8 @@ pub struct Request {
     pub rw: Rw,
     /// Length of each measurement.
     pub runtime: Duration,
+    /// Number of measurements for each figure, which is the median of them.
+    pub reps: u16,
 }
 
 /// The assignment of queues to workers.
@@ -109,6 +108,8 @@ pub struct Table {
     pub rw: String,
     /// Length of each measurement in seconds.
     pub seconds: f64,
+    /// Measurements for each figure.
+    pub reps: u16,
     /// Measured rows.
     pub rows: Vec<Row>,
 }
@@ -128,8 +129,8 @@ pub fn compare(request: &Request) -> Result<Table> {
             for &jobs in &request.jobs {
                 at += 1;
                 eprint!("{at}/{total} {format}, {}, {jobs} jobs: ", mode.name());
-                let figure =
-                    measure(&vshunt, request, format, mode, jobs).inspect_err(|_| eprintln!("failed"))?;
+                let figure = median(request.reps, || measure(&vshunt, request, format, mode, jobs))
+                    .inspect_err(|_| eprintln!("failed"))?;
                 eprintln!("{} IOPS", show_rate(figure.iops));
                 figures.push(figure);
             }
@@ -137,124 +138,7 @@ pub fn compare(request: &Request) -> Result<Table> {
         }
     }
     let seconds = request.runtime.as_secs_f64();
-    Ok(Table { machine: Machine::here(), rw: request.rw.name().into(), seconds, rows })
-}
-
-/// Returns the path of the vshunt program.
-fn program(given: Option<&Path>) -> Result<PathBuf> {
-    if let Some(path) = given {
-        return match path.is_file() {
-            true => Ok(path.to_owned()),
-            false => Err(fail!(Usage, "--vshunt {}: no such file", path.display())),
-        };
-    }
-    let beside = std::env::current_exe().ok().map(|exe| exe.with_file_name("vshunt"));
-    let in_path = std::env::var_os("PATH")
-        .into_iter()
-        .flat_map(|path| std::env::split_paths(&path).collect::<Vec<_>>());
-    let candidates = beside.into_iter().chain(in_path.map(|dir| dir.join("vshunt")));
-    let found = candidates.into_iter().find(|path| path.is_file());
-    found.ok_or_else(|| fail!(Usage, "no vshunt program beside this one or in PATH: give --vshunt PATH"))
-}
-
-/// A server that this program started. It ends when this is dropped.
-struct Server {
-    child: Child,
-    vshunt: PathBuf,
-    dir: PathBuf,
-}
-
-impl Server {
-    fn start(vshunt: &Path, format: &str, mode: Mode) -> Result<Self> {
-        let dir = std::env::temp_dir().join(format!("vshunt-bench-{}", std::process::id()));
-        std::fs::create_dir_all(&dir)
-            .map_err(|e| Error::with(Kind::System, format!("cannot make {}", dir.display()), e))?;
-        let workers = if mode == Mode::PerQueue { ",workers=per-queue" } else { "" };
-        let socket = dir.join("vm0.sock");
-        let _ = std::fs::remove_file(&socket);
-        let export = format!(
-            "type=vhost-user-blk,name=vm0,disk=d0,socket={},queues={QUEUES}{workers}",
-            socket.display()
-        );
-        let child = Command::new(vshunt)
-            .args([
-                "serve",
-                "--quiet",
-                "--disk",
-                &format!("name=d0,format={format},size=4G"),
-                "--export",
-                &export,
-                "--control",
-            ])
-            .arg(dir.join("control.sock"))
-            .stdout(Stdio::null())
-            .spawn()
-            .map_err(|e| Error::with(Kind::System, format!("cannot start {}", vshunt.display()), e))?;
-        let mut server = Self { child, vshunt: vshunt.to_owned(), dir };
-        server.wait_for(&socket)?;
-        Ok(server)
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.dir.join("vm0.sock")
-    }
-
-    fn wait_for(&mut self, socket: &Path) -> Result<()> {
-        let deadline = Instant::now() + START;
-        while !socket.exists() {
-            if let Ok(Some(status)) = self.child.try_wait() {
-                return Err(fail!(
-                    Connect,
-                    "vshunt serve ended at once ({status}); its message stands above"
-                ));
-            }
-            if Instant::now() > deadline {
-                return Err(fail!(Connect, "vshunt serve did not make its socket within {START:?}"));
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        Ok(())
-    }
-
-    /// Runs the command line on the server's control socket. Returns its output.
-    fn control(&self, args: &[&str]) -> Result<String> {
-        let output =
-            Command::new(&self.vshunt).arg("-c").arg(self.dir.join("control.sock")).args(args).output();
-        let output = output.map_err(|e| Error::with(Kind::System, "cannot run vshunt", e))?;
-        if !output.status.success() {
-            let why = String::from_utf8_lossy(&output.stderr);
-            return Err(fail!(System, "vshunt {} failed: {}", args.join(" "), why.trim()));
-        }
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-    }
-
-    /// Gives each queue its own worker, except the first queue, which stays on its worker.
-    fn attach_workers(&self, jobs: u16) -> Result<()> {
-        for queue in 1..jobs {
-            let printed = self.control(&["worker", "new"])?;
-            let id = printed.split(|c: char| !c.is_ascii_digit()).find(|word| !word.is_empty());
-            let id = id.ok_or_else(|| fail!(System, "vshunt worker new printed no id but {printed:?}"))?;
-            self.control(&["attach", &format!("vm0:{queue}"), id])?;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        if let Some(pid) = rustix::process::Pid::from_raw(self.child.id() as i32) {
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
-        }
-        let deadline = Instant::now() + Duration::from_secs(5);
-        while matches!(self.child.try_wait(), Ok(None)) {
-            if Instant::now() > deadline {
-                let _ = self.child.kill();
-                let _ = self.child.wait();
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        let _ = std::fs::remove_dir_all(&self.dir);
-    }
+    Ok(Table { machine: Machine::here(), rw: request.rw.name().into(), seconds, reps: request.reps, rows })
 }
 
 /// Counts only requests after the warm-up, with all workers attached.
@@ -278,11 +162,27 @@ impl Progress for AfterWarmUp<'_> {
 }
 
 fn measure(vshunt: &Path, request: &Request, format: &str, mode: Mode, jobs: u16) -> Result<Figure> {
-    let server = Server::start(vshunt, format, mode)?;
-    let plan = LoadPlan { server_pid: Some(server.child.id()), ..plan(request.rw, jobs) };
+    let server = Server::start(vshunt, format, mode == Mode::PerQueue)?;
+    let plan = LoadPlan { server_pid: Some(server.pid()), ..plan(request.rw, jobs) };
     let mut disk = Disk::connect(server.socket(), options(&plan, jobs))?;
     let attach = || if mode == Mode::Attached { server.attach_workers(jobs) } else { Ok(()) };
     figure(&mut disk, &plan, jobs, request.runtime, attach)
+}
+
+/// Measures `reps` times. Returns the measurement with the median of the IOPS, of an even number
+/// the lower one.
+pub(crate) fn median(reps: u16, mut measure: impl FnMut() -> Result<Figure>) -> Result<Figure> {
+    let mut figures = (0..reps.max(1)).map(|_| measure()).collect::<Result<Vec<_>>>()?;
+    figures.sort_by(|a, b| a.iops.total_cmp(&b.iops));
+    Ok(figures.swap_remove((figures.len() - 1) / 2))
+}
+
+/// Returns the length of measurements in words.
+pub(crate) fn length(seconds: f64, reps: u16) -> String {
+    match reps {
+        0 | 1 => format!("{seconds} s a figure"),
+        reps => format!("median of {reps} times {seconds} s"),
+    }
 }
 
 /// Returns the load of a measurement, without its length.
@@ -344,6 +244,43 @@ pub(crate) fn figure(
 }
 
 impl Table {
+    /// Returns the numbers of jobs of the rows.
+    fn jobs(&self) -> Vec<u16> {
+        self.rows.first().map(|r| r.figures.iter().map(|f| f.jobs).collect()).unwrap_or_default()
+    }
+
+    /// Returns the picture of the table: a panel for each backend, and one of the original rows,
+    /// for the same jobs. `command` is the command line that measured.
+    pub fn plot(&self, command: &str) -> Plot {
+        let mut panels: Vec<Panel> = Vec::new();
+        for row in &self.rows {
+            let points = row.figures.iter().map(|f| (f64::from(f.jobs), f.iops)).collect();
+            let line = Line { name: row.workers.clone(), points };
+            let title = format!("format={}", row.format);
+            plot::panel(&mut panels, title).lines.push(line);
+        }
+        let jobs = self.jobs();
+        let lines: Vec<Line> = SEED.iter().map(|(name, kiops)| seed_line(name, kiops, &jobs)).collect();
+        if lines.iter().any(|line| !line.points.is_empty()) {
+            panels.push(Panel { title: "the seed, on a VM with 16 vCPUs".into(), lines });
+        }
+        Plot {
+            title: "vshunt, IOPS by jobs".into(),
+            notes: vec![
+                format!(
+                    "4k {}, depth {DEPTH} a queue, at most {DEPTH_ALL} in all, {}. Machine: {}.",
+                    self.rw,
+                    length(self.seconds, self.reps),
+                    self.machine.describe()
+                ),
+                format!("$ {command}"),
+            ],
+            x: Axis::Linear("jobs, each with a queue and a thread"),
+            y: "IOPS",
+            panels,
+        }
+    }
+
     /// Returns the table as JSON: `machine`, `rw`, `seconds`, `rows` of `format`, `workers` and
     /// `figures`, and the original rows in `seed`.
     pub fn json(&self) -> serde_json::Value {
@@ -354,13 +291,15 @@ impl Table {
 
     /// Returns the table as text: measured rows, then the original rows, for the same jobs.
     pub fn text(&self) -> String {
-        let jobs: Vec<u16> =
-            self.rows.first().map(|r| r.figures.iter().map(|f| f.jobs).collect()).unwrap_or_default();
+        let jobs = self.jobs();
         let mut out = String::new();
         let _ = writeln!(
             out,
-            "4k {}, depth {DEPTH} a queue, at most {DEPTH_ALL} in all, {:.0} s a figure; {} CPUs, Linux {}; IOPS:",
-            self.rw, self.seconds, self.machine.cpus, self.machine.kernel
+            "4k {}, depth {DEPTH} a queue, at most {DEPTH_ALL} in all, {}; {} CPUs, Linux {}; IOPS:",
+            self.rw,
+            length(self.seconds, self.reps),
+            self.machine.cpus,
+            self.machine.kernel
         );
         let _ = write!(out, "{:<34}", "jobs");
         for job in &jobs {
@@ -390,6 +329,12 @@ impl Table {
     }
 }
 
+fn seed_line(name: &str, kiops: &[u32; 6], jobs: &[u16]) -> Line {
+    let measured = SEED_JOBS.iter().zip(kiops).filter(|(job, k)| **k > 0 && jobs.contains(job));
+    let points = measured.map(|(&job, &k)| (f64::from(job), f64::from(k) * 1e3)).collect();
+    Line { name: name.into(), points }
+}
+
 fn seed_row(name: &str, kiops: &[u32; 6]) -> serde_json::Value {
     let figures = SEED_JOBS.iter().zip(kiops).filter(|(_, k)| **k > 0);
     let figures: Vec<_> =
@@ -405,9 +350,28 @@ mod tests {
     fn the_table_stands_beside_the_seed() {
         let figure = Figure { jobs: 2, iops: 1.5e6, server_us_per_io: None, p50_ns: 0 };
         let row = Row { format: "null".into(), workers: "one worker".into(), figures: vec![figure] };
-        let table = Table { machine: Machine::here(), rw: "randrw".into(), seconds: 3.0, rows: vec![row] };
+        let table =
+            Table { machine: Machine::here(), rw: "randrw".into(), seconds: 3.0, reps: 1, rows: vec![row] };
         let text = table.text();
         assert!(text.contains("1.50M") && text.contains("492k"), "{text}");
         assert_eq!(table.json()["seed"][0]["figures"][1]["iops"], 492_000);
+        let plot = table.plot("vshunt-bench workers");
+        let [null, seed] = &plot.panels[..] else { panic!("{plot:?}") };
+        assert_eq!((&null.title[..], &null.lines[0].points[..]), ("format=null", &[(2.0, 1.5e6)][..]));
+        assert_eq!(seed.lines[0].points, [(2.0, 492_000.0)]);
+        assert!(plot.notes.iter().any(|note| note == "$ vshunt-bench workers"), "{plot:?}");
+    }
+
+    #[test]
+    fn the_median_is_one_of_the_measurements() {
+        let median_of = |all: &[f64]| {
+            let mut rest = all.iter();
+            let next =
+                || Ok(Figure { jobs: 1, iops: *rest.next().unwrap(), server_us_per_io: None, p50_ns: 0 });
+            median(all.len() as u16, next).unwrap().iops
+        };
+        assert_eq!((median_of(&[3.0, 1.0, 2.0]), median_of(&[2.0, 1.0]), median_of(&[4.0])), (2.0, 1.0, 4.0));
+        assert!(median(3, || Err(fail!(Io, "no"))).is_err());
+        assert_eq!(length(0.5, 1) + ", " + &length(2.0, 3), "0.5 s a figure, median of 3 times 2 s");
     }
 }

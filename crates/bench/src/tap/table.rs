@@ -163,7 +163,7 @@ mod tests {
             Row { what: "read", figures: vec![figure(1, 2_000_000), figure(2, 5_000_000)] },
             Row { what: "write", figures: vec![figure(2, 4_000_000)] },
         ];
-        let machine = Machine { cpus: 2, kernel: "6".into() };
+        let machine = Machine { cpus: 2, cpu: None, kernel: "6".into() };
         let table = Table { machine, size: 64, flows: 64, senders: 1, seconds: 2.0, rows };
         let text = table.text();
         assert!(text.contains("+150 %") && text.contains("+135 %") && text.contains("1926"), "{text}");
