@@ -159,7 +159,9 @@ impl Session {
 
     /// Handles SET_STATUS. Status 0 resets the rings, but not the configuration space: QEMU also
     /// sends 0 when a virtual machine is paused, and does not send the configuration space when it
-    /// resumes.
+    /// resumes. The bases of the rings are kept, too: QEMU before 8.1 asks for them
+    /// (GET_VRING_BASE) only after the status, and continues or migrates from there. A front end
+    /// whose guest was reset sets them.
     pub(super) fn set_status(&mut self, status: u64) {
         self.status = status;
         if status == 0 {
@@ -167,12 +169,12 @@ impl Session {
         }
     }
 
+    /// Resets the rings, except their bases.
     fn reset(&mut self) {
         self.stop_all();
         self.status = 0;
         for vring in &mut self.vrings {
             vring.kick = None;
-            vring.base = 0;
             vring.enabled = false;
         }
         if let Some(area) = &self.inflight {
@@ -180,6 +182,12 @@ impl Session {
         }
         // A guest that was reset does not rely on earlier writes.
         self.cut_off = None;
+    }
+
+    /// Resets the rings, and their bases.
+    fn restart(&mut self) {
+        self.reset();
+        self.vrings.iter_mut().for_each(|vring| vring.base = 0);
     }
 
     /// Returns the protocol features that are offered. An in-flight region is offered only if the

@@ -36,12 +36,12 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn reset_owner(&mut self) -> Result<()> {
-        self.reset();
+        self.restart();
         Ok(())
     }
 
     fn reset_device(&mut self) -> Result<()> {
-        self.reset();
+        self.restart();
         self.device.reset();
         Ok(())
     }

@@ -112,6 +112,26 @@ fn the_switched_off_cache_survives_a_pause() {
 }
 
 #[test]
+fn rings_continue_after_a_pause_that_begins_with_the_status() {
+    // QEMU before 8.1 sends status 0 first, and GET_VRING_BASE after it.
+    let rig = Rig::ram(MIB, 1);
+    for options in layouts() {
+        let mut client = rig.connect("e", options);
+        for value in 1..=3 {
+            client.write(0, &[value; 512]);
+        }
+        let features = client.disk.session().features();
+        client.disk.session().set_status(0).unwrap();
+        let base = client.disk.stop_queue(0).unwrap();
+        assert!(![0, 0x8000_8000].contains(&base), "the ring begins again at 0");
+        client.disk.session().set_features(features).unwrap();
+        client.disk.start_queue(0, base).unwrap();
+        client.write(0, &[4; 512]);
+        client.disk.session().reset_device().unwrap();
+    }
+}
+
+#[test]
 fn what_the_guest_may_not_write_is_refused_and_the_device_continues() {
     let rig = Rig::ram(MIB, 1);
     let mut client = rig.connect("e", small());
