@@ -50,7 +50,8 @@ def test_bitmaps_are_copied(both):
     for to, run in (("marked.mine", both.ours), ("marked.their", both.theirs)):
         run("convert", "--bitmaps", "-O", "qcow2", "marked", to)
         both.clean(to)
-    lists = [json.loads(both.theirs("info", "--output=json", to).stdout)["format-specific"]["data"]["bitmaps"] for to in ("marked.mine", "marked.their")]
+    infos = [json.loads(both.theirs("info", "--output=json", to).stdout) for to in ("marked.mine", "marked.their")]
+    lists = [info["format-specific"]["data"]["bitmaps"] for info in infos]
     r.require(lists[0] == lists[1] and len(lists[0]) == 2, f"{lists[0]} is not {lists[1]}")
     r.message_of(both.ours("convert", "--bitmaps", "marked", "marked.raw", check=False), "--bitmaps", "-O qcow2", code=(2,))
     old = both.ours("convert", "--bitmaps", "-O", "qcow2", "-o", "compat=0.10", "marked", "old", check=False)
