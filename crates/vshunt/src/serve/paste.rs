@@ -120,7 +120,7 @@ fn qemu(sockets: &[&Path], cpus: usize) -> String {
             quoted(&format!("socket,id=vd{at},path={path}"))
         );
     }
-    // The key has another name since QEMU 9.2, and each version refuses one of the two.
+    // QEMU 9.1 and older know reconnect only, 9.2 knows both, and 10.0 and newer refuse it.
     text + "\n  To survive a restart of vshunt: -chardev …,reconnect=1 (since QEMU 9.2 reconnect-ms=1000)\n"
 }
 

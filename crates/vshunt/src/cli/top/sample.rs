@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use vshunt_types::spec::{ExportInfo, QueueInfo, WorkerInfo};
 
-use super::super::call::{call, connect};
+use super::super::call::{call, connect, started};
 use super::super::client::Client;
 use crate::outcome::Outcome;
 
@@ -17,6 +17,7 @@ use crate::outcome::Outcome;
 pub(super) struct Sample {
     pub(super) at: Instant,
     pub(super) exports: Vec<ExportInfo>,
+    /// The queues that a guest has started.
     pub(super) queues: Vec<QueueInfo>,
     pub(super) workers: Vec<WorkerInfo>,
 }
@@ -24,8 +25,8 @@ pub(super) struct Sample {
 impl Sample {
     /// Asks the daemon.
     pub(super) fn take(client: &mut Client) -> Outcome<Self> {
-        let exports = call(client, "query-exports", json!({}))?;
-        let queues = call(client, "query-queues", json!({}))?;
+        let exports = started(client, "query-exports")?;
+        let queues = started(client, "query-queues")?;
         Ok(Self { at: Instant::now(), exports, queues, workers: call(client, "query-workers", json!({}))? })
     }
 }
