@@ -41,6 +41,31 @@ def test_onto_an_image_that_reads_as_zeroes(both):
     r.message_of(both.ours("convert", "--target-is-zero", "from", "new", check=False), "-n", code=(2,))
 
 
+def test_an_image_is_not_made_below_itself(both):
+    """It would be overwritten, with all that stands on it."""
+    both.ours("create", "-q", "-f", "qcow2", "one.qcow2", "1M")
+    both.ours("create", "-q", "-f", "qcow2", "-b", "one.qcow2", "-F", "qcow2", "two.qcow2")
+    (both.dir / "base.raw").write_bytes(b"\x77" * MIB)
+    (both.dir / "link.qcow2").symlink_to("two.qcow2")
+    before = {name: (both.dir / name).read_bytes() for name in ("one.qcow2", "two.qcow2", "base.raw")}
+    for below, image, word, more in (
+        ("two.qcow2", "two.qcow2", "below itself", []),
+        ("./two.qcow2", "two.qcow2", "below itself", []),
+        ("two.qcow2", "link.qcow2", "below itself", []),
+        ("two.qcow2", "two.qcow2", "below itself", ["-u", "1M"]),
+        ("two.qcow2", "one.qcow2", "two.qcow2 stands on one.qcow2", []),
+        ("link.qcow2", "one.qcow2", "link.qcow2 stands on one.qcow2", ["2M"]),
+    ):
+        done = both.ours("create", "-f", "qcow2", "-b", below, "-F", "qcow2", image, *more, check=False)
+        r.message_of(done, word, code=(2,))
+        r.require("Formatting" not in done.stdout, f"it prints {done.stdout} first")
+    done = both.ours("create", "-f", "qcow2", "-b", "base.raw", "-F", "raw", "-o", "data_file=base.raw", "new.qcow2", check=False)
+    r.message_of(done, "below itself", code=(2,))
+    for name, data in before.items():
+        r.require((both.dir / name).read_bytes() == data, f"{name} is overwritten")
+    r.require(not (both.dir / "new.qcow2").exists(), "a new image is left")
+
+
 def test_bitmaps_are_copied(both):
     """`convert --bitmaps` as qemu-img does it; the bits are compared in a unit test."""
     both.ours("create", "-q", "-f", "qcow2", "marked", "8M")

@@ -103,7 +103,7 @@ class TestRebase:
         before = (both.dir / "mid").read_bytes()
         for arguments, words in (
             (["-b", "high", "-F", "qcow2", "mid"], ["high", "stands on", "mid"]),
-            (["-b", "mid", "-F", "qcow2", "mid"], ["mid", "stands on"]),
+            (["-b", "mid", "-F", "qcow2", "mid"], ["mid", "below itself"]),
             (["-b", "low.raw", "mid"], ["-F raw"]),
             (["-b", "missing", "-F", "raw", "mid"], ["missing"]),
             (["-b", "low.raw", "-F", "vmdk", "mid"], ["vmdk", "-u"]),

@@ -2,6 +2,7 @@
 //!
 //! The contents themselves are read through a [`Disk`](vshunt_block::Disk).
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use qcow2::Storage;
@@ -46,6 +47,25 @@ pub(super) fn open(path: &Path, format: Option<ImageFormat>, share: bool) -> Out
         layers.push(layer);
     }
     Ok(layers)
+}
+
+/// Refuses to write to `image`, or to another file of it, if it is a part of the images from `path`
+/// down. They would lose their contents, and be below themselves.
+pub(super) fn check_above(image: &Path, written: &[&Path], path: &Path, format: ImageFormat) -> Outcome {
+    let id = |path: &Path| std::fs::metadata(path).ok().map(|m| (m.dev(), m.ino()));
+    let written: Vec<_> = written.iter().filter_map(|file| id(file)).collect();
+    let is_written = |path: &Path| id(path).is_some_and(|id| written.contains(&id));
+    let (shown, below) = (image.display(), path.display());
+    // Also if it is not an image.
+    if is_written(path) {
+        return Err(Failure::Usage(format!("{shown} cannot be below itself; give another name")));
+    }
+    for layer in open(path, Some(format), true)? {
+        if is_written(&layer.path) || layer.data.as_ref().is_some_and(|(data, _)| is_written(data)) {
+            return Err(Failure::Usage(format!("{below} stands on {shown}, which cannot be above it")));
+        }
+    }
+    Ok(())
 }
 
 /// Opens the data file of an image, and returns path and format of its backing image.

@@ -13,7 +13,7 @@ use super::args::{CreateArgs, Mode};
 use super::file::{For, ImageFile};
 use super::info::beside;
 use super::progress::Bar;
-use super::{ImageFormat, failed};
+use super::{ImageFormat, chain, failed};
 use crate::keyval;
 use crate::outcome::{Failure, Outcome, print, print_line};
 
@@ -287,7 +287,25 @@ fn qcow2(path: &Path, unsafe_backing: bool, w: Wanted, quiet: bool) -> Outcome {
     }
     let options = w.options(size, backing)?;
     options.check().map_err(|e| Failure::Usage(e.to_string()))?;
+    not_below(path, &options, unsafe_backing)?;
     make(path, &options, quiet)
+}
+
+/// Refuses to overwrite a file of the images that will be below the new one. With `-u` these are
+/// not opened, and only the backing file is compared.
+fn not_below(path: &Path, options: &Options, unsafe_backing: bool) -> Outcome {
+    let Some((name, format)) = &options.backing else { return Ok(()) };
+    let below = beside(path, name);
+    let data = options.data_file.as_ref().map(|data| beside(path, &data.name));
+    let written: Vec<&Path> = std::iter::once(path).chain(data.as_deref()).collect();
+    let format = match format.as_str() {
+        "qcow2" if !unsafe_backing => ImageFormat::Qcow2,
+        _ => ImageFormat::Raw,
+    };
+    match unsafe_backing && !below.exists() {
+        true => Ok(()),
+        false => chain::check_above(path, &written, &below, format),
+    }
 }
 
 /// Returns the size in bytes of the disk in the backing image, which has to exist and be readable.

@@ -4,7 +4,6 @@
 //! differ. A guest reads the same from the overlay during all of that. Then one write of the header
 //! names the new backing file.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use qcow2::Image;
@@ -94,13 +93,7 @@ fn below(image: &Path, name: &str, format: &str) -> Outcome<DiskAccess> {
         }
     };
     let path = beside(image, name);
-    let id = |path: &Path| std::fs::metadata(path).ok().map(|m| (m.dev(), m.ino()));
-    for layer in chain::open(&path, Some(format), true)? {
-        if id(&layer.path) == id(image) {
-            let (image, path) = (image.display(), path.display());
-            return Err(Failure::Usage(format!("{path} stands on {image}, which cannot be above it")));
-        }
-    }
+    chain::check_above(image, &[image], &path, format)?;
     Ok(access::open(&path, Some(format), Wanted::Reading)?.disk)
 }
 
