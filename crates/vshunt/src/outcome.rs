@@ -102,12 +102,19 @@ pub(crate) fn note(text: &str) {
 /// Returns the text with control characters escaped: a name that others chose must not reach a
 /// terminal as a command, nor begin a new line.
 pub(crate) fn one_line(text: &str) -> Cow<'_, str> {
-    escaped(text, char::is_control)
+    escaped(text, is_invisible)
 }
 
 /// Returns the text with control characters escaped, except ends of lines and tabs.
 pub(crate) fn printable(text: &str) -> Cow<'_, str> {
-    escaped(text, |c| c.is_control() && c != '\n' && c != '\t')
+    escaped(text, |c| is_invisible(c) && c != '\n' && c != '\t')
+}
+
+/// Returns whether a terminal obeys a character in place of showing it: control characters, and
+/// those that end lines, have no width, or change the direction of the text around them.
+fn is_invisible(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
 fn escaped(text: &str, which: fn(char) -> bool) -> Cow<'_, str> {
@@ -147,6 +154,7 @@ mod tests {
     fn control_characters_do_not_reach_a_terminal() {
         assert_eq!(printable("a\x1b[2K\rb\n\tc"), "a\\u{1b}[2K\\rb\n\tc");
         assert_eq!(one_line("a\nb"), "a\\nb");
+        assert_eq!(one_line("gpj.\u{202e}2\u{2028}"), "gpj.\\u{202e}2\\u{2028}");
         assert_eq!(Failure::Failed("x\x1b[31m".into()).to_string(), "x\\u{1b}[31m");
         assert!(matches!(one_line("plain é"), Cow::Borrowed(_)));
         assert_eq!(Failure::Usage("a\nvshunt: forged".into()).to_string(), "a\\nvshunt: forged");

@@ -68,7 +68,7 @@ fn heights(lines: u16, rows: [usize; 3]) -> [u16; 3] {
 fn totals(view: &View, state: &State) -> Line<'static> {
     let mut all = Rates::default();
     view.exports.iter().for_each(|e| all.add(e.rates));
-    let cpu: f64 = view.workers.iter().map(|w| w.cpu_percent).sum();
+    let cpu: f64 = view.workers.iter().fold(0.0, |sum, w| sum + w.cpu_percent);
     let [requests, read, written, _] = text::rates(&all);
     let sort = format!("{}{}", state.order.word(), if state.reverse { ", reversed" } else { "" });
     let mut text = format!(
