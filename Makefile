@@ -69,7 +69,7 @@ reproducible: ## two static builds in different folders, compared: equal bytes; 
 	scripts/static reproduce
 
 release: ## VERSION=x.y.z: version, changelog, commit, tag, packages; DRY_RUN=1 says what it would do
-	scripts/release $(if $(DRY_RUN),--dry-run) $(VERSION)
+	scripts/release $(if $(DRY_RUN),--dry-run) '$(VERSION)'
 
 clean: ## remove what was built
 	$(CARGO) clean

@@ -36,7 +36,7 @@ def added(manager, socket, version):
     text = PAGE.read_text(encoding="utf-8").split(f"## {manager}\n", 1)[1]
     option = re.search(r'(?:raw\.qemu|--args) "([^"]*)"', text)[1]
     # Between double quotes a shell removes the end of a line behind a backslash.
-    option = option.replace("\\\n", "").replace("/run/vshunt/vm0.sock", str(socket)).replace("4096M", f"{MEMORY}M")
+    option = option.replace("\\\n", "").replace("/run/vshunt-kvm/vm0.sock", str(socket)).replace("4096M", f"{MEMORY}M")
     if version < (9, 2):
         r.require("reconnect-ms=1000" in option, option)
         option = option.replace("reconnect-ms=1000", "reconnect=1")
