@@ -323,7 +323,8 @@ impl Disk {
             // Changes of the map are in this process until the next flush, unless there is a
             // journal.
             Backend::Qcow2(image) => image.survives_kill(),
-            Backend::Null | Backend::Ram(_) | Backend::Raw(_) | Backend::Gone => true,
+            Backend::Ram(_) => false,
+            Backend::Null | Backend::Raw(_) | Backend::Gone => true,
         }
     }
 

@@ -152,9 +152,24 @@ fn what_the_guest_may_not_write_is_refused_and_the_device_continues() {
 
 #[test]
 fn mq_is_not_offered_for_one_queue() {
-    let rig = Rig::ram(MIB, 1);
+    let rig = Rig::lasting(MIB, 1);
     let mut client = rig.connect("e", small());
     assert_eq!(client.disk.session().features() & feature::BLK_MQ, 0);
     assert_eq!(client.disk.session().max_queues(), 1);
     assert_eq!(client.disk.session().protocol() & protocol::SUPPORTED, protocol::SUPPORTED);
+}
+
+#[test]
+fn a_disk_in_memory_has_no_inflight_region() {
+    // The next daemon begins with an empty disk, and a guest must not continue on it.
+    if crate::rig::by_kernel() || crate::rig::by_qcow2() {
+        return;
+    }
+    let rig = Rig::ram(MIB, 1);
+    let mut client = rig.connect("e", small());
+    assert_eq!(
+        client.disk.session().protocol() & protocol::SUPPORTED,
+        protocol::SUPPORTED & !protocol::INFLIGHT_SHMFD
+    );
+    client.write(0, &[1; 512]);
 }

@@ -60,7 +60,7 @@ fn features_never_offered_are_refused() {
 
 #[test]
 fn protocol_features_never_offered_are_refused() {
-    let rig = Rig::ram(MIB, 1);
+    let rig = Rig::lasting(MIB, 1);
     let mut client = rig.connect("e", small());
     let wire = client.disk.session().wire();
     let offered = wire.ask_u64(Code::GetProtocolFeatures).unwrap();
@@ -75,7 +75,7 @@ fn protocol_features_never_offered_are_refused() {
 
 #[test]
 fn refused_messages_are_answered_and_the_device_continues() {
-    let rig = Rig::ram(MIB, 2);
+    let rig = Rig::lasting(MIB, 2);
     let mut client = rig.connect("e", Options { queues: 2, ..small() });
     let pair = |a: u32, b: u32| Payload::new().u32(a).u32(b);
     let file = new_eventfd();

@@ -280,7 +280,7 @@ fn what_was_offered_while_the_server_was_dead_is_done_once() {
 #[test]
 fn damaged_inflight_regions_are_refused() {
     let mut rng = Rng::new();
-    let rig = Rig::ram(MIB, 1);
+    let rig = Rig::lasting(MIB, 1);
     for options in layouts() {
         // Of a version not known, of another size, features not known.
         for (at, bytes) in [(8usize, &[2u8, 0][..]), (8, &[0xff, 0xff]), (10, &[1, 0]), (0, &[1])] {

@@ -144,8 +144,17 @@ impl Rig {
 
     /// A daemon with a disk `d` in memory and its export `e`.
     pub(crate) fn ram(size: u64, queues: u16) -> Self {
+        Self::with(Backing::Ram, size, queues)
+    }
+
+    /// The same with a disk that outlives the daemon, for which an in-flight region is offered.
+    pub(crate) fn lasting(size: u64, queues: u16) -> Self {
+        Self::with(Backing::Tmpfs, size, queues)
+    }
+
+    fn with(backing: Backing, size: u64, queues: u16) -> Self {
         let rig = Self::new();
-        rig.disk("d", Backing::Ram, size, |_| {});
+        rig.disk("d", backing, size, |_| {});
         rig.export("e", "d", queues, |_| {});
         rig
     }
