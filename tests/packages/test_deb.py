@@ -6,23 +6,9 @@ import shutil
 import pytest
 import rig as r
 from debian_root import Root, versions
+from installed import BENCH, CONFIG
 
 SUITES = ("bookworm", "trixie")
-CONFIG = """\
-[[disk]]
-name = "d0"
-file = "/var/lib/vshunt/d0.qcow2"
-format = "qcow2"
-
-[[export]]
-type = "vhost-user-blk"
-name = "vm0"
-disk = "d0"
-socket = "/run/vshunt/web/vm0.sock"
-queues = 4
-workers = "per-queue"
-"""
-BENCH = "vshunt-bench blk --socket {} --rw randrw --verify --ios 2000 --queues 2 --quiet"
 
 
 @pytest.fixture(scope="module")

@@ -5,25 +5,11 @@ import re
 import pytest
 import rig as r
 from debian_root import Root
+from installed import BENCH, CONFIG
 
 # Of the Debian package alone: AppArmor, and what Debian's policy asks for.
 ONLY_DEB = {"/etc/apparmor.d/vshunt", *(f"/usr/share/doc/vshunt/{name}" for name in ("copyright", "changelog.gz", "changelog.Debian.gz"))}
 ONLY_RPM = {"/usr/share/licenses/vshunt/LICENSE-APACHE", "/usr/share/licenses/vshunt/LICENSE-MIT", "/usr/share/doc/vshunt/CHANGELOG.md"}
-BENCH = "vshunt-bench blk --socket {} --rw randrw --verify --ios 2000 --queues 2 --quiet"
-
-CONFIG = """\
-[[disk]]
-name = "d0"
-file = "/var/lib/vshunt/disk.qcow2"
-format = "qcow2"
-
-[[export]]
-type = "vhost-user-blk"
-name = "vm0"
-disk = "d0"
-socket = "/run/vshunt/web/vm0.sock"
-queues = 2
-"""
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +71,10 @@ def test_installed_used_upgraded_removed(rig, package):
         root.shell(f"{rpm} -i /root/vshunt.rpm 2>&1; rpm -V --nodeps vshunt")
         root.shell("id -nG vshunt | grep -qw kvm; test -d /run/vshunt; test -d /var/lib/vshunt")
         root.write("etc/vshunt/web.toml", CONFIG)
-        root.shell("vshunt image create -f qcow2 /var/lib/vshunt/disk.qcow2 64M; chown vshunt: /var/lib/vshunt/disk.qcow2")
+        root.shell("vshunt image create -f qcow2 /var/lib/vshunt/d0.qcow2 64M; chown vshunt: /var/lib/vshunt/d0.qcow2")
         root.shell("systemctl start vshunt@web vshunt; vshunt status")
         # Root's service takes no image away from the instances.
-        root.shell('test "$(stat -c %U /var/lib/vshunt /var/lib/vshunt/disk.qcow2 | sort -u)" = vshunt')
+        root.shell('test "$(stat -c %U /var/lib/vshunt /var/lib/vshunt/d0.qcow2 | sort -u)" = vshunt')
         root.shell(BENCH.format("/run/vshunt/web/vm0.sock"))
         pids = [root.shell(f"systemctl show -P MainPID {unit}").strip() for unit in ("vshunt", "vshunt@web")]
         root.shell(f"echo '# mine' >>/etc/vshunt/vshunt.toml; {rpm} -U --replacepkgs /root/vshunt.rpm 2>&1")
@@ -96,4 +82,4 @@ def test_installed_used_upgraded_removed(rig, package):
         r.require(after[0] not in ("0", pids[0]) and after[1] == pids[1], f"the daemons were {pids}, and are {after}")
         root.shell(f"grep -q '# mine' /etc/vshunt/vshunt.toml; {rpm} -e vshunt 2>&1")
         r.require(root.inside("pgrep", "-x", "vshunt", check=False).returncode, "a daemon runs although the package is gone")
-        root.shell("! test -e /usr/bin/vshunt; grep -q '# mine' /etc/vshunt/vshunt.toml.rpmsave; test -e /var/lib/vshunt/disk.qcow2")
+        root.shell("! test -e /usr/bin/vshunt; grep -q '# mine' /etc/vshunt/vshunt.toml.rpmsave; test -e /var/lib/vshunt/d0.qcow2")
