@@ -4,8 +4,7 @@
 //! [`crate::workers`].
 
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::Path;
 
 use serde::Serialize;
 
@@ -13,11 +12,11 @@ use crate::plot::{self, Axis, Line, Panel, Plot};
 use crate::report::Machine;
 use crate::server::{QUEUES, Server, program};
 use crate::units::show_rate;
-use crate::workers::{self, Mode, figure, length, median, options, plan};
+use crate::workers::{self, Conditions, Mode, figure, length, median, options, plan};
 use vshunt_guest::driver::Disk;
 use vshunt_guest::error::Result;
 use vshunt_guest::fail;
-use vshunt_guest::load::{LoadPlan, Rw};
+use vshunt_guest::load::LoadPlan;
 
 /// Most requests in flight on a queue: the descriptors of a queue.
 const DEPTH_MAX: u16 = 256;
@@ -29,16 +28,8 @@ pub struct Request {
     pub depths: Vec<u16>,
     /// Numbers of queues.
     pub queues: Vec<u16>,
-    /// The vshunt program. `None`: in the folder of this program, or in PATH.
-    pub vshunt: Option<PathBuf>,
-    /// Backends: `null`, `ram`.
-    pub formats: Vec<String>,
-    /// Access pattern.
-    pub rw: Rw,
-    /// Length of each measurement.
-    pub runtime: Duration,
-    /// Number of measurements for each figure, which is the median of them.
-    pub reps: u16,
+    /// How each figure is measured.
+    pub conditions: Conditions,
 }
 
 /// One figure.
@@ -98,16 +89,17 @@ pub fn compare(request: &Request) -> Result<Table> {
     if let Some(bad) = request.queues.iter().find(|&&queues| queues == 0 || queues > QUEUES) {
         return Err(fail!(Usage, "--queues {bad}: use 1 to {QUEUES}"));
     }
-    let vshunt = program(request.vshunt.as_deref())?;
+    let vshunt = program(request.conditions.vshunt.as_deref())?;
     let mut rows = Vec::new();
-    for format in &request.formats {
+    for format in &request.conditions.formats {
         for &queues in &request.queues {
             for &mode in modes(queues) {
                 let mut figures = Vec::new();
                 for &depth in &request.depths {
                     eprint!("{format}, {queues} jobs, {}, depth {depth}: ", mode.name());
                     let one = || measure(&vshunt, request, format, mode, queues, depth);
-                    let measured = median(request.reps, one).inspect_err(|_| eprintln!("failed"))?;
+                    let measured =
+                        median(request.conditions.reps, one).inspect_err(|_| eprintln!("failed"))?;
                     eprintln!("{} IOPS", show_rate(measured.iops));
                     figures.push(Figure::new(depth, &measured));
                 }
@@ -115,8 +107,14 @@ pub fn compare(request: &Request) -> Result<Table> {
             }
         }
     }
-    let seconds = request.runtime.as_secs_f64();
-    Ok(Table { machine: Machine::here(), rw: request.rw.name().into(), seconds, reps: request.reps, rows })
+    let seconds = request.conditions.runtime.as_secs_f64();
+    Ok(Table {
+        machine: Machine::here(),
+        rw: request.conditions.rw.name().into(),
+        seconds,
+        reps: request.conditions.reps,
+        rows,
+    })
 }
 
 fn measure(
@@ -128,9 +126,10 @@ fn measure(
     depth: u16,
 ) -> Result<workers::Figure> {
     let server = Server::start(vshunt, format, mode == Mode::PerQueue)?;
-    let plan = LoadPlan { server_pid: Some(server.pid()), iodepth: depth, ..plan(request.rw, queues) };
+    let plan =
+        LoadPlan { server_pid: Some(server.pid()), iodepth: depth, ..plan(request.conditions.rw, queues) };
     let mut disk = Disk::connect(server.socket(), options(&plan, queues))?;
-    figure(&mut disk, &plan, queues, request.runtime, || Ok(()))
+    figure(&mut disk, &plan, queues, request.conditions.runtime, || Ok(()))
 }
 
 impl Figure {
@@ -212,6 +211,10 @@ impl Table {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use vshunt_guest::load::Rw;
+
     use super::*;
 
     #[test]
@@ -241,11 +244,13 @@ mod tests {
         let good = Request {
             depths: vec![1],
             queues: vec![1],
-            vshunt: Some("no/vshunt".into()),
-            formats: vec![],
-            rw: Rw::Randread,
-            runtime: Duration::ZERO,
-            reps: 1,
+            conditions: Conditions {
+                vshunt: Some("no/vshunt".into()),
+                formats: vec![],
+                rw: Rw::Randread,
+                runtime: Duration::ZERO,
+                reps: 1,
+            },
         };
         let refused = |request: Request| compare(&request).unwrap_err().to_string();
         assert!(refused(Request { depths: vec![257], ..good.clone() }).contains("--depths 257"));

@@ -43,6 +43,13 @@ const SEED: [(&str, [u32; 6]); 4] = [
 pub struct Request {
     /// Numbers of queues.
     pub jobs: Vec<u16>,
+    /// How each figure is measured.
+    pub conditions: Conditions,
+}
+
+/// How the figures of a comparison are measured.
+#[derive(Clone, Debug)]
+pub struct Conditions {
     /// The vshunt program. `None`: in the folder of this program, or in PATH.
     pub vshunt: Option<PathBuf>,
     /// Backends: `null`, `ram`.
@@ -119,26 +126,33 @@ pub fn compare(request: &Request) -> Result<Table> {
     if let Some(bad) = request.jobs.iter().find(|&&j| j == 0 || j > QUEUES) {
         return Err(fail!(Usage, "--jobs {bad}: use 1 to {QUEUES}"));
     }
-    let vshunt = program(request.vshunt.as_deref())?;
+    let vshunt = program(request.conditions.vshunt.as_deref())?;
     let mut rows = Vec::new();
-    let total = request.formats.len() * Mode::ALL.len() * request.jobs.len();
+    let total = request.conditions.formats.len() * Mode::ALL.len() * request.jobs.len();
     let mut at = 0;
-    for format in &request.formats {
+    for format in &request.conditions.formats {
         for mode in Mode::ALL {
             let mut figures = Vec::new();
             for &jobs in &request.jobs {
                 at += 1;
                 eprint!("{at}/{total} {format}, {}, {jobs} jobs: ", mode.name());
-                let figure = median(request.reps, || measure(&vshunt, request, format, mode, jobs))
-                    .inspect_err(|_| eprintln!("failed"))?;
+                let figure =
+                    median(request.conditions.reps, || measure(&vshunt, request, format, mode, jobs))
+                        .inspect_err(|_| eprintln!("failed"))?;
                 eprintln!("{} IOPS", show_rate(figure.iops));
                 figures.push(figure);
             }
             rows.push(Row { format: format.clone(), workers: mode.name().into(), figures });
         }
     }
-    let seconds = request.runtime.as_secs_f64();
-    Ok(Table { machine: Machine::here(), rw: request.rw.name().into(), seconds, reps: request.reps, rows })
+    let seconds = request.conditions.runtime.as_secs_f64();
+    Ok(Table {
+        machine: Machine::here(),
+        rw: request.conditions.rw.name().into(),
+        seconds,
+        reps: request.conditions.reps,
+        rows,
+    })
 }
 
 /// Counts only requests after the warm-up, with all workers attached.
@@ -163,10 +177,10 @@ impl Progress for AfterWarmUp<'_> {
 
 fn measure(vshunt: &Path, request: &Request, format: &str, mode: Mode, jobs: u16) -> Result<Figure> {
     let server = Server::start(vshunt, format, mode == Mode::PerQueue)?;
-    let plan = LoadPlan { server_pid: Some(server.pid()), ..plan(request.rw, jobs) };
+    let plan = LoadPlan { server_pid: Some(server.pid()), ..plan(request.conditions.rw, jobs) };
     let mut disk = Disk::connect(server.socket(), options(&plan, jobs))?;
     let attach = || if mode == Mode::Attached { server.attach_workers(jobs) } else { Ok(()) };
-    figure(&mut disk, &plan, jobs, request.runtime, attach)
+    figure(&mut disk, &plan, jobs, request.conditions.runtime, attach)
 }
 
 /// Measures `reps` times. Returns the measurement with the median of the IOPS, of an even number

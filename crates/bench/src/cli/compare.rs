@@ -8,6 +8,7 @@ use clap::Args;
 use super::rw_values;
 use crate::plot::{Plot, Target, command_line};
 use crate::units::parse_time;
+use crate::workers::Conditions;
 use crate::{depth, workers};
 use vshunt_guest::error::Result;
 use vshunt_guest::load::Rw;
@@ -77,6 +78,11 @@ impl Common {
         self.plot.as_deref().map(Target::new).transpose()
     }
 
+    fn conditions(&self, rw: Rw, runtime: Duration) -> Conditions {
+        let (vshunt, formats) = (self.vshunt.clone(), self.formats.clone());
+        Conditions { vshunt, formats, rw, runtime, reps: self.reps }
+    }
+
     fn print(&self, json: impl FnOnce() -> serde_json::Value, text: impl FnOnce() -> String) {
         if self.json {
             println!("{:#}", json());
@@ -94,11 +100,7 @@ pub(super) fn workers(args: WorkersArgs) -> Result<()> {
     let target = args.common.target()?;
     let table = workers::compare(&workers::Request {
         jobs: args.jobs,
-        vshunt: args.common.vshunt.clone(),
-        formats: args.common.formats.clone(),
-        rw: args.rw,
-        runtime: args.runtime,
-        reps: args.common.reps,
+        conditions: args.common.conditions(args.rw, args.runtime),
     })?;
     args.common.print(|| table.json(), || table.text());
     draw(target, |command| table.plot(command))
@@ -109,11 +111,7 @@ pub(super) fn depth(args: DepthArgs) -> Result<()> {
     let table = depth::compare(&depth::Request {
         depths: args.depths,
         queues: args.queues,
-        vshunt: args.common.vshunt.clone(),
-        formats: args.common.formats.clone(),
-        rw: args.rw,
-        runtime: args.runtime,
-        reps: args.common.reps,
+        conditions: args.common.conditions(args.rw, args.runtime),
     })?;
     args.common.print(|| table.json(), || table.text());
     draw(target, |command| table.plot(command))
