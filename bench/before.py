@@ -10,7 +10,6 @@ import statistics
 
 import cases
 import net
-from client import Client
 from fuse import contestants, measure, mount
 from fuse.load import Job as FuseJob
 from qcow2 import images
@@ -42,7 +41,7 @@ def case(b):
         return
     other = copy.copy(b.tools)
     other.vshunt = before
-    client = Client(b.tools, TIME_S, cases.GRACE_S, b.client_cpus)
+    client = b.client_of(TIME_S)
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(cases.image(b.shm, cases.RAM_BYTES)) if b.shm else None
         runs = [*_sockets(b, client, path), *_qcow2(b, client, stack), *_files(b, client), *_net(b, stack)]

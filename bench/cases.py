@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import seed
+import spdk
 from client import Client, ClientError, Hung, Job
 from report import Cell, Target
 from server import Server, StartError
@@ -21,7 +22,7 @@ GRACE_S, GRACE_QUICK_S = 10, 5
 SHAPES = ("1:1", "32:1", "128:1", "128:4")
 READS = [f"rr:{shape}" for shape in SHAPES]
 READS_WRITES = [f"{rw}:{shape}" for rw in ("rr", "rw") for shape in SHAPES]
-NULL_BYTES = 4 << 30
+NULL_BYTES = spdk.NULL_BYTES
 RAM_BYTES = 1 << 30
 PEER, PEER_URING, HOST = "storage daemon", "daemon, io_uring", "host fio"
 OURS, NO_POLL, ONE, EACH = "vshunt", "vshunt poll-us=0", "vshunt one worker", "vshunt per-queue"
@@ -53,6 +54,14 @@ def vshunt(tools, disk, queues, workers="default", poll_us=None):
     if poll_us is not None:
         export += f",poll-us={poll_us}"
     return [tools.vshunt, "serve", "--disk", f"name=d,{disk}", "--export", export, *poll, "--control", "{sock}.control"]
+
+
+def spdk_disks(b, **disks):
+    """A contestant for each disk: null=None, aio=FILE, uring=FILE. None of them without SPDK."""
+    if not b.tools.spdk:
+        return []
+    return [Contestant(spdk.NAME if kind == "null" else f"{spdk.NAME} {kind}", lambda _, kind=kind, path=path: spdk.argv(b, kind, path))
+            for kind, path in disks.items()]
 
 
 @contextlib.contextmanager
@@ -91,19 +100,31 @@ def image(folder, size):
             os.unlink(path)
 
 
+def halves(cpus, polled):
+    """-> (CPUs of the clients, of the servers): half each, where the CPUs that SPDK polls are the servers'. (None, None)
+    where there are too few."""
+    cpus = [c for c in cpus if c not in polled] + [c for c in cpus if c in polled]
+    clients = min(len(cpus) // 2, len(cpus) - len(polled))
+    return (cpus[:clients], sorted(cpus[clients:])) if clients > 0 else (None, None)
+
+
 class Bench:
     """One invocation: options, tools, folders, and the report that everything goes into."""
 
     def __init__(self, options, tools, work, shm, report):
         self.o, self.tools, self.work, self.shm, self.report = options, tools, work, shm, report
-        cpus = sorted(os.sched_getaffinity(0))
-        half = len(cpus) // 2
-        self.pinned = bool(options.pin and half)
-        self.client_cpus, self.server_cpus = (cpus[:half], cpus[half:]) if self.pinned else (None, None)
-        self.client = Client(tools, options.time, GRACE_QUICK_S if options.quick else GRACE_S, self.client_cpus)
+        polled = spdk.cpus(options.spdk_mask) if tools.spdk else []
+        self.client_cpus, self.server_cpus = halves(sorted(os.sched_getaffinity(0)), polled) if options.pin else (None, None)
+        self.pinned = bool(self.client_cpus)
+        self.client = self.client_of(options.time)
         self.hangs = 0
 
-    def server(self, name, argv, sock="s"):
+    def client_of(self, time_s):
+        """The program that makes the load, in runs of this time."""
+        grace_s = GRACE_QUICK_S if self.o.quick else GRACE_S
+        return Client(self.tools, time_s, grace_s, self.client_cpus, self.o.wait)
+
+    def server(self, name, argv, sock=spdk.SOCK):
         path = os.path.join(self.work, sock)
         return Server(name, argv, path, f"{path}.log", self.server_cpus)
 
@@ -152,10 +173,12 @@ class Bench:
         self.report.note(f"{case} {job}: {contestant.name}: hung; "
                          f"it said: {server.said()!r}; where the threads stood: {path}")
 
-    def loads(self, case, jobs, contestants, base, targets, path=None):
+    def loads(self, case, jobs, contestants, base, targets, path=None, reps=None, client=None):
+        """Runs and prints a load case. -> (job, contestant) to Cell. `reps`, `client`: other than the usual ones."""
         jobs = list(jobs)
         cells = {}
-        for rep in range(self.o.reps):
+        reps = reps or self.o.reps
+        for rep in range(reps):
             for job in jobs:
                 takers = [c for c in contestants if job.queues > 1 or not c.many]
                 turn = rep % len(takers)
@@ -163,8 +186,8 @@ class Bench:
                     cell = cells.setdefault((str(job), contestant.name), Cell())
                     if cell.given_up():
                         continue
-                    self.report.progress(f"{case}: repetition {rep + 1} of {self.o.reps}, {job}, {contestant.name}")
-                    cell.add(self.run(case, contestant, job, path))
+                    self.report.progress(f"{case}: repetition {rep + 1} of {reps}, {job}, {contestant.name}")
+                    cell.add(self.run(case, contestant, job, path, client))
         self.report.loads(case, jobs, [c.name for c in contestants], base, cells)
         self.report.judge_loads(case, targets, cells)
         if not can_be_awake():
@@ -189,7 +212,8 @@ def null(b):
         Contestant(PEER, lambda q: daemon(b.tools, f"driver=null-co,size={NULL_BYTES},read-zeroes=off", q)),
         Contestant(OURS, lambda q: vshunt(b.tools, disk, q)),
         Contestant(NO_POLL, lambda q: vshunt(b.tools, disk, q, poll_us=0)),
-        Contestant(EACH, lambda q: vshunt(b.tools, disk, q, "per-queue"), many=True))
+        Contestant(EACH, lambda q: vshunt(b.tools, disk, q, "per-queue"), many=True),
+        *spdk_disks(b, null=None))
     jobs = list(b.jobs(READS))
     targets = []
     for job in jobs:
@@ -215,7 +239,8 @@ def tmpfs(b):
             Contestant(PEER, lambda q: daemon_file(b.tools, path, "native", q)),
             Contestant(OURS, lambda q: vshunt(b.tools, disk, q, "per-queue")),
             Contestant(NO_POLL, lambda q: vshunt(b.tools, disk, q, "per-queue", poll_us=0)),
-            Contestant(ONE, lambda q: vshunt(b.tools, disk, q), many=True))
+            Contestant(ONE, lambda q: vshunt(b.tools, disk, q), many=True),
+            *spdk_disks(b, aio=path, uring=path))
         jobs = list(b.jobs(READS_WRITES))
         targets = []
         for job in jobs:
@@ -254,7 +279,8 @@ def ext4(b):
             Contestant(PEER, lambda q: daemon_file(b.tools, path, "native", q)),
             Contestant(PEER_URING, lambda q: daemon_file(b.tools, path, "io_uring", q)),
             Contestant(OURS, lambda q: vshunt(b.tools, disk, q)),
-            Contestant(EACH, lambda q: vshunt(b.tools, disk, q, "per-queue"), many=True))
+            Contestant(EACH, lambda q: vshunt(b.tools, disk, q, "per-queue"), many=True),
+            *spdk_disks(b, aio=path, uring=path))
         jobs = list(b.jobs(READS_WRITES))
         targets = [Target(str(job), OURS, HOST, "iops", 0.95 if job.depth == 1 else 0.97) for job in jobs]
         b.loads("ext4", jobs, takers, HOST, targets, path)

@@ -42,10 +42,10 @@ class Job:
 
 class Client:
     """The program that makes the load. `tools` is run.py's; cpus None: anywhere. A run that takes more than twice
-    its time and `grace_s` hangs."""
+    its time and `grace_s` hangs. `wait`: 'block' waits in the kernel for completions, 'loop' polls for them (fio only)."""
 
-    def __init__(self, tools, time_s, grace_s, cpus):
-        self.tools, self.time_s, self.grace_s, self.cpus = tools, time_s, grace_s, cpus
+    def __init__(self, tools, time_s, grace_s, cpus, wait="block"):
+        self.tools, self.time_s, self.grace_s, self.cpus, self.wait = tools, time_s, grace_s, cpus, wait
 
     def load_socket(self, job, server, on_hang):
         """-> {'iops', 'ios', 'p50_us', 'p99_us', 'cpu_us'}: cpu_us is the server's CPU time an I/O."""
@@ -53,7 +53,7 @@ class Client:
         if self.tools.fio_blkio:
             argv = [*self.tools.fio_blkio, *self._fio_args(job), "--ioengine=libblkio",
                     "--libblkio_driver=virtio-blk-vhost-user", f"--libblkio_path={server.sock}",
-                    f"--libblkio_queue_size={QUEUE_SIZE}", "--libblkio_wait_mode=block"]
+                    f"--libblkio_queue_size={QUEUE_SIZE}", f"--libblkio_wait_mode={self.wait}"]
             result = fio_result(self.bounded(argv, self.cpus, on_hang))
         else:
             argv = [self.tools.bench, "blk", "--socket", server.sock, "--rw", RW[job.rw], "--bs", job.bs,

@@ -52,7 +52,7 @@ make_base() {
 # have.
 make_mounts() {
   local m
-  for m in proc dev; do
+  for m in proc dev sys; do
     mountpoint -q "$root/$m" && continue
     mount --rbind "/$m" "$root/$m" && mount --make-rslave "$root/$m" || return 1
   done
@@ -90,7 +90,7 @@ use_chroot() {
     echo "bench: setting up the peers in $dir: about ten minutes and 2 GB, once"
     [ -e "$root/etc/debian_version" ] || make_base || { say "note=set-up failed: no base system in $root"; return 1; }
   fi
-  make_mounts || { say "note=set-up failed: cannot mount /proc, /dev or $work below $root"; return 1; }
+  make_mounts || { say "note=set-up failed: cannot mount /proc, /dev, /sys or $work below $root"; return 1; }
   [ -x "$root$chroot_fio" ] || make_programs || { say "note=set-up failed: packages or fio's build, in $root"; return 1; }
   has_blkio chroot "$root" "$chroot_fio" || { say "note=fio in $root has no libblkio engine; remove $root to set it up again"; return 1; }
 }

@@ -131,7 +131,7 @@ class Report:
             self.table(t["columns"], t["rows"], "    ")
 
     def loads(self, case, jobs, names, base, cells):
-        """The table of a load case: a row a job, a column a contestant, ratios to `base`."""
+        """The tables of a load case: a row a job, a column a contestant, ratios to `base`; then latencies."""
         rows = []
         for job in map(str, jobs):
             ref = cells[job, base].median("iops") if (job, base) in cells else None
@@ -143,9 +143,18 @@ class Report:
         self.table(["job", *names], rows)
         self.line(f"  thousand IOPS, medians; xR: ratio to {base}; us: server's CPU time an I/O; "
                   f"~: repetitions differ by more than {SPREAD_MARKED:.0%}")
-        kept = [{"job": j, "contestant": n, "iops": c.median("iops"), "cpu_us": c.median("cpu_us"), "runs": c.runs}
+        self._latencies(jobs, names, cells)
+        kept = [{"job": j, "contestant": n, **{key: c.median(key) for key in ("iops", "cpu_us", "p99_us")}, "runs": c.runs}
                 for (j, n), c in cells.items()]
         self.data["cases"].setdefault(case, {})["loads"] = kept
+
+    def _latencies(self, jobs, names, cells):
+        rows = []
+        for job in map(str, jobs):
+            us = [cells[job, name].median("p99_us") if (job, name) in cells else None for name in names]
+            rows.append([job, *(value and f"{value:,.0f}us" for value in us)])
+        self.line("\n  99th percentile of the completion latency, medians:")
+        self.table(["job", *names], rows, "  ")
 
     def judge(self, case, verdict, sentence):
         self.targets.append({"case": case, "verdict": verdict, "text": sentence})

@@ -18,18 +18,20 @@ from dataclasses import dataclass, field
 
 import before
 import cases
+import depth
 import kernel
 import net
 import net_switch
 import net_tcp
 import resident
+import spdk
 from fuse import cases as fuse
 from qcow2 import backup
 from qcow2 import cases as qcow2
 from report import Report, machine
 
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-CASES = {"null": cases.null, "tmpfs": cases.tmpfs, "ext4": cases.ext4, "workers": cases.workers,
+CASES = {"null": cases.null, "depth": depth.case, "tmpfs": cases.tmpfs, "ext4": cases.ext4, "workers": cases.workers,
          "idle": resident.idle, "memory": resident.memory,
          "fuse-null": fuse.null, "fuse-tmpfs": fuse.tmpfs, "fuse-ext4": fuse.ext4, "fuse-queues": fuse.queues,
          "kernel": kernel.case,
@@ -55,30 +57,44 @@ class Tools:
     fio_file: list = field(default_factory=list)
     testpmd: list = field(default_factory=list)
     cloud_net: str = ""
+    spdk: list = field(default_factory=list)
     versions: dict = field(default_factory=dict)
+
+
+def mask(text):
+    return int(text, 16)
 
 
 def arguments():
     p = argparse.ArgumentParser(prog="scripts/bench", description="vshunt beside QEMU's storage daemon and the host's own fio.",
                                 epilog="Environment: VSHUNT_PEERS, where the peers are set up (default /var/tmp/vshunt-peers); "
-                                       "VSHUNT_CH_NET, cloud-hypervisor's vhost_user_net; VSHUNT_BEFORE, another vshunt, for the case "
-                                       "`before`; VSHUNT_NO_INSTALL=1, set nothing up.")
-    p.add_argument("--quick", action="store_true", help="one repetition of one second: whether it works, not how fast it is")
+                                       "VSHUNT_CH_NET, cloud-hypervisor's vhost_user_net; VSHUNT_SPDK, as --spdk; "
+                                       "VSHUNT_BEFORE, another vshunt, for the case `before`; VSHUNT_NO_INSTALL=1, set nothing up.")
+    p.add_argument("--quick", action="store_true", help="one repetition (depth: three) of one second: whether it works, not how fast it is")
     p.add_argument("--only", metavar="CASE", action="append", default=[],
                    help=f"{', '.join([*CASES, *EXTRA])}; fuse, qcow2, net: all that begin so; may be repeated, or a list with commas")
     p.add_argument("--jobs", metavar="JOB,JOB", type=lambda text: text.split(","),
-                   help="of null, tmpfs, ext4 and the qcow2 cases only these rows, such as rr:1:1,rw:128:4; of the fuse cases such as psync:rr:1:4; "
-                        "of before with its name, too, such as qcow2:rr:128:1")
-    p.add_argument("--reps", type=int, help="repetitions, of which the median counts (3)")
-    p.add_argument("--time", type=int, metavar="S", help="seconds of each run (4; fuse 2; qcow2 1)")
+                   help="of null, depth, tmpfs, ext4 and the qcow2 cases only these rows, such as rr:1:1,rw:128:4; "
+                        "of the fuse cases such as psync:rr:1:4; of before with its name, too, such as qcow2:rr:128:1")
+    p.add_argument("--reps", type=int, help="repetitions, of which the median counts (3; depth 5)")
+    p.add_argument("--time", type=int, metavar="S", help="seconds of each run (4; fuse and depth 2; qcow2 1)")
     p.add_argument("--json", metavar="FILE", help="every run's figures, too")
     p.add_argument("--pin", action="store_true", help="servers on one half of the CPUs, clients on the other")
     p.add_argument("--awake", action="store_true", help="hold /dev/cpu_dma_latency at 0 in every run, not only in rows that say so")
     p.add_argument("--client", choices=["fio", "vshunt-bench"], help="what makes the load (fio with libblkio, where there is one)")
+    p.add_argument("--wait", choices=["block", "loop"], default="block",
+                   help="how the client waits for completions: block, in the kernel; loop, it polls, which needs fio (block)")
+    p.add_argument("--spdk", metavar="FOLDER", default=os.environ.get("VSHUNT_SPDK", ""),
+                   help="a build tree of SPDK: its vhost takes part in null, depth, tmpfs and ext4")
+    p.add_argument("--spdk-mask", metavar="MASK", type=mask, default=1,
+                   help="the CPUs that SPDK polls, in hexadecimal (0x1); with --pin clients run on others")
     p.add_argument("--aa", action="store_true", help="fuse: the storage daemon in vshunt's place, too: how far the ratios can be trusted")
     o = p.parse_args()
-    o.reps = (1 if o.quick else 3) if o.reps is None else o.reps
+    reps = o.reps
+    o.reps = (1 if o.quick else 3) if reps is None else reps
     o.time_fuse = (1 if o.quick else 2) if o.time is None else o.time
+    o.reps_depth = (3 if o.quick else 5) if reps is None else reps
+    o.time_depth = (1 if o.quick else 2) if o.time is None else o.time
     o.time_qcow2 = 1 if o.time is None else o.time
     o.time = (1 if o.quick else 4) if o.time is None else o.time
     if o.reps < 1 or o.time < 1:
@@ -87,9 +103,11 @@ def arguments():
     o.only = [c for a in asked for c in GROUPS.get(a, [a])]
     if unknown := [c for c in o.only if c not in CASES | EXTRA]:
         p.error(f"no case {unknown[0]}; there are {', '.join([*CASES, *EXTRA, *GROUPS])}")
-    jobs = cases.READS_WRITES + fuse.JOBS + qcow2.JOBS + before.JOBS + before.NAMED
+    jobs = cases.READS_WRITES + depth.JOBS + fuse.JOBS + qcow2.JOBS + before.JOBS + before.NAMED
     if unknown := [j for j in o.jobs or () if j not in jobs]:
         p.error(f"no job {unknown[0]}; there are {', '.join(jobs)}")
+    if o.spdk and (why := spdk.refused(o.spdk, o.spdk_mask)):
+        p.error(why)
     if o.json:  # now, not after half an hour
         try:
             open(o.json, "a").close()
@@ -159,9 +177,20 @@ def find_tools(o, report):
         tools.fio_blkio = []
     elif not tools.fio_blkio:
         report.note("no fio with libblkio: sockets are loaded by our own vshunt-bench")
+    if o.wait == "loop" and not tools.fio_blkio:
+        sys.exit("bench: --wait loop needs a fio with libblkio as the client")
+    if o.spdk:
+        find_spdk(o, tools)
     if not tools.fio_blkio and not tools.bench:
         sys.exit("bench: neither a fio with libblkio nor vshunt-bench is there: nothing can load a socket")
     return tools, found.get("work") or os.path.join(TOP, "target", "bench")
+
+
+def find_spdk(o, tools):
+    try:
+        tools.spdk, tools.versions["SPDK"] = spdk.find(o.spdk, tools.root)
+    except spdk.NotFound as e:
+        sys.exit(f"bench: --spdk (VSHUNT_SPDK): {e}")
 
 
 def header(o, b, report):
@@ -169,7 +198,8 @@ def header(o, b, report):
     report.line(f"machine    {m['cpu']}, {m['cpus']} CPUs, {m['memory_gib']} GiB, {m['kernel']}")
     for name, version in b.tools.versions.items():
         report.line(f"{name:<10} {version}" if len(name) <= 10 else f"{name} {version}")
-    report.line(f"client     {'fio, libblkio, waiting in the kernel' if b.tools.fio_blkio else 'vshunt-bench'}")
+    waits = "polling for completions" if o.wait == "loop" else "waiting in the kernel"
+    report.line(f"client     {f'fio, libblkio, {waits}' if b.tools.fio_blkio else 'vshunt-bench'}")
     placed = f"servers on CPUs {b.server_cpus}, clients on {b.client_cpus}, the host's fio on all" if b.pinned else "where the kernel likes"
     held = "held at 0 in every run" if o.awake else "as it is" + (", but held at 0 in rows that say awake" if cases.can_be_awake() else "")
     report.line(f"condition  the same for all: placed {placed}; cpu_dma_latency {held}")

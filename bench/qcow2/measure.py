@@ -1,6 +1,4 @@
 """The loop of the qcow2 cases: jobs x contestants x repetitions, contestants in turn, a fresh server for each run."""
-from cases import GRACE_QUICK_S, GRACE_S
-from client import Client
 from fuse.verdicts import paired
 from report import Cell
 
@@ -10,7 +8,7 @@ class Qcow2:
 
     def __init__(self, b):
         self.b, self.report = b, b.report
-        self.client = Client(b.tools, b.o.time_qcow2, GRACE_QUICK_S if b.o.quick else GRACE_S, b.client_cpus)
+        self.client = b.client_of(b.o.time_qcow2)
 
     def runs(self):
         by = "fio" if self.client.tools.fio_blkio else "vshunt-bench"

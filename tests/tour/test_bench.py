@@ -1,0 +1,115 @@
+"""The comparison with other servers, `scripts/bench`: its options, the case `depth`, and the verdicts about the curve."""
+
+import json
+import os
+import sys
+
+import pytest
+import rig as r
+
+sys.path.insert(0, str(r.ROOT / "bench"))
+import cases  # noqa: E402
+import depth  # noqa: E402
+import spdk  # noqa: E402
+from client import Job  # noqa: E402
+from report import MET, MISSED, UNKNOWN, Cell  # noqa: E402
+
+BENCH = r.ROOT / "scripts" / "bench"
+
+
+def bench(folder, *args, check=True):
+    env = os.environ | {"VSHUNT_NO_INSTALL": "1", "VSHUNT_PEERS": str(folder)}
+    return r.run([BENCH, *args], timeout_s=100, check=check, env=env)
+
+
+def verdict(text, iops, cpu_us=0.1, spread=0.0):
+    """The verdict whose sentence has `text`. `iops`: contestant -> job -> thousand IOPS, of three repetitions that differ by `spread`."""
+    cells = {}
+    for name, rows in iops.items():
+        for job, value in rows.items():
+            cell = cells[job, name] = Cell()
+            for factor in (1 - spread, 1, 1 + spread):
+                cell.add({"iops": value * factor * 1e3, "cpu_us": cpu_us, "p99_us": 10})
+    jobs = [Job.parse(job) for job in depth.JOBS]
+    found = [v for v in depth.verdicts(cells, jobs) if text in v[1]]
+    r.require(len(found) == 1, f"{len(found)} sentences have {text!r}")
+    return found[0]
+
+
+def test_the_curve_may_fall_by_its_noise_only():
+    flat = dict.fromkeys(depth.JOBS, 1000)
+    text = "vshunt one worker do not fall"
+    r.require(verdict(text, {"vshunt one worker": flat}) == (MET, f"IOPS of {text} with the depth (beyond the noise): 8 of 8"), "a flat curve")
+    fall = flat | {"rr:32:1": 880}
+    word, sentence = verdict(text, {"vshunt one worker": fall})
+    r.require(word == MISSED and "7 of 8; short at rr:32:1 880k after 1,000k at rr:1:1" in sentence, sentence)
+    # Half the span of the repetitions is more than the fall.
+    r.require(verdict(text, {"vshunt one worker": fall}, spread=0.15)[0] == MET, "a fall within the noise")
+    # Noise above a fifth is no excuse.
+    r.require(verdict(text, {"vshunt one worker": flat | {"rr:32:1": 700}}, spread=0.5)[0] == MISSED, "a large fall beside large noise")
+    # Each number of queues has its own curve.
+    r.require(verdict(text, {"vshunt one worker": flat | {"rr:32:4": 100, "rr:128:4": 200}})[0] == MET, "fewer IOPS with more queues")
+
+
+def test_ratios_are_judged_row_by_row():
+    ours, theirs = dict.fromkeys(depth.JOBS, 940), dict.fromkeys(depth.JOBS, 1000)
+    both = {"vshunt one worker": ours, "SPDK": theirs}
+    word, sentence = verdict("x SPDK (depth 1: 0.9)", both)
+    r.require(word == MISSED and ": 1 of 10; short at rr:2:1 x0.94," in sentence, sentence)
+    r.require(verdict("x SPDK (depth 1: 0.9)", both | {"SPDK": ours})[0] == MET, "equal")
+    r.require(verdict("latency at most 1.5 x SPDK", both)[0] == MET, "equal latencies")
+    word, sentence = verdict("the storage daemon's", both)
+    r.require((word, sentence) == (UNKNOWN, "IOPS of vshunt one worker at least the storage daemon's"), sentence)
+    word, sentence = verdict("vshunt per-queue at least", {"vshunt one worker": theirs, "vshunt per-queue": {"rr:32:4": 950, "rr:128:4": 600}})
+    r.require(word == MISSED and "1 of 2; short at rr:128:4 x0.60" in sentence, sentence)
+    word, sentence = verdict("CPU an I/O of vshunt one worker", {"vshunt one worker": theirs}, cpu_us=0.4)
+    r.require(word == MISSED and ": 0 of 7;" in sentence and "rr:4:1" not in sentence, sentence)
+
+
+def test_servers_get_the_cpus_that_spdk_polls():
+    r.require(cases.halves([0, 1], []) == ([0], [1]), "without SPDK")
+    r.require(cases.halves([0, 1], spdk.cpus(1)) == ([1], [0]), "two CPUs")
+    r.require(cases.halves([0, 1, 2, 3], spdk.cpus(7)) == ([3], [0, 1, 2]), "most of the CPUs")
+    r.require(cases.halves([0, 1], spdk.cpus(3)) == (None, None), "all CPUs")
+
+
+@pytest.mark.parametrize(
+    "args, why",
+    [
+        (["--spdk", "/nowhere"], "no program /nowhere/build/bin/vhost; name the folder where SPDK is built"),
+        (["--spdk-mask", "x"], "--spdk-mask"),
+        (["--wait", "spin"], "--wait"),
+        (["--only", "deep"], "no case deep"),
+        (["--jobs", "rr:3:1"], "no job rr:3:1"),
+    ],
+)
+def test_wrong_options_are_refused_first(rig, args, why):
+    done = bench(rig.dir / "peers", *args, check=False)
+    r.require(done.returncode == 2 and why in done.stderr, f"{done.returncode}: {done.stderr[-400:]}")
+    r.require(not (rig.dir / "peers").exists(), "something was set up")
+
+
+def test_an_spdk_that_does_not_run_is_refused(rig):
+    program = rig.dir / "build" / "bin" / "vhost"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\necho no library >&2\nexit 1\n")
+    program.chmod(0o755)
+    done = bench(rig.dir / "peers", "--spdk", rig.dir, "--only", "depth", "--client", "vshunt-bench", check=False)
+    r.require(done.returncode == 1 and f"{program} does not run: no library" in done.stderr, f"{done.returncode}: {done.stderr[-400:]}")
+
+
+def test_depth_prints_a_row_for_each_job(rig):
+    r.binary("vshunt-bench")
+    out = rig.dir / "out.json"
+    jobs = ["rr:1:1", "rr:8:1", "rr:32:4"]
+    # The client of this project, so that no other program is needed.
+    done = bench(rig.dir / "peers", "--only", "depth", "--jobs", ",".join(jobs), "--reps", "1", "--time", "1", "--client", "vshunt-bench",
+                 "--json", out)
+    lines = done.stdout.splitlines()
+    for job in jobs:
+        # Two tables: IOPS and latencies.
+        r.require(sum(line.split()[:1] == [job] for line in lines) == 2, f"no row for {job}: {done.stdout}")
+    loads = {(load["job"], load["contestant"]): load for load in json.loads(out.read_text())["cases"]["depth"]["loads"]}
+    r.require(all(loads[job, "vshunt one worker"][key] for job in jobs for key in ("iops", "p99_us")), f"{loads}")
+    r.require(("rr:32:4", "vshunt per-queue") in loads and ("rr:8:1", "vshunt per-queue") not in loads, f"{loads.keys()}")
+    r.require("CPU an I/O of vshunt one worker" in done.stdout and "do not fall" in done.stdout, done.stdout)
