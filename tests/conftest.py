@@ -36,14 +36,11 @@ MARKS = {
 
 # Folders that take longest, so that a run with several processes starts with them. Those with few
 # long tests come before those with many short ones: a process takes its next tests while its last
-# two have not ended yet.
+# two have not ended yet. "fuse" is between those of the kernel's VMs, which compute all the time.
 LONGEST = (
-    *("kernel", "kernel-relay", "kernel-net", "fuse", "net", "guest", "guest-kill", "vmm-kill", "guides", "kill9"),
+    *("kernel-relay", "fuse", "kernel", "net", "guest", "kernel-net", "guest-kill", "vmm-kill", "guides", "kill9"),
     *("qcow2", "backup", "packages", "snapshot", "image"),
 )
-
-# Folders that stay on one process together: they build the kernel module in the same place.
-TOGETHER = {"kernel-relay": "kernel", "kernel-net": "kernel"}
 
 # Folders whose files may run side by side. The files of the others share something: a setting of
 # the kernel, a network.
@@ -106,7 +103,7 @@ def pytest_collection_modifyitems(items):
     """Each folder, or each file of one in SPREAD, stays on one process (`--dist loadgroup`), and the longest come first."""
     for item in items:
         name = group_of(item)
-        place = f"{name}-{item.path.stem}" if name in SPREAD else TOGETHER.get(name, name)
+        place = f"{name}-{item.path.stem}" if name in SPREAD else name
         item.add_marker(pytest.mark.xdist_group(place))
         for mark in MARKS.get(group_of(item), ()):
             item.add_marker(mark)
