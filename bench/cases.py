@@ -175,7 +175,7 @@ class Bench:
 
     def loads(self, case, jobs, contestants, base, targets, path=None, reps=None, client=None):
         """Runs and prints a load case. -> (job, contestant) to Cell. `reps`, `client`: other than the usual ones."""
-        jobs = list(jobs)
+        jobs = self._possible(case, jobs, client or self.client)
         cells = {}
         reps = reps or self.o.reps
         for rep in range(reps):
@@ -194,11 +194,24 @@ class Bench:
             self.report.note("depth 1 stands under one condition only: /dev/cpu_dma_latency cannot be held here")
         return cells
 
+    def _possible(self, case, jobs, client):
+        """The jobs that the client can run."""
+        possible = []
+        for job in jobs:
+            if why := client.lacks(job):
+                self.report.note(f"{case} {job}: left out: {why}")
+            else:
+                possible.append(job)
+        return possible
+
     def with_peer(self, *contestants):
         """Leaves out those that need what is not there (the notes at the top say so)."""
         missing = set()
         if not self.tools.qsd:
             missing |= {PEER, PEER_URING}
+        elif self.tools.bdevperf:
+            missing |= {PEER, PEER_URING}
+            self.report.note(f"the {PEER} is left out: bdevperf takes its answer to GET_CONFIG for an error")
         if not self.tools.fio_file:
             missing |= {HOST}
         return [c for c in contestants if c.name not in missing]

@@ -1,12 +1,14 @@
-"""The load: one run of fio (libblkio on a socket, io_uring on a file) or of `vshunt-bench blk`, bounded in time.
+"""The load: one run of fio (libblkio on a socket, io_uring on a file), of `vshunt-bench blk` or of SPDK's bdevperf, bounded in time.
 
 A job is `rr|rw|sw : depth : queues [: block size]`, random reads or writes or sequential writes, one queue and one thread a fio job.
 """
 import json
+import os
 import re
 import subprocess
 from dataclasses import dataclass
 
+import spdk
 from server import child_setup, end
 
 RW = {"rr": "randread", "rw": "randwrite", "sw": "write"}
@@ -47,10 +49,26 @@ class Client:
     def __init__(self, tools, time_s, grace_s, cpus, wait="block"):
         self.tools, self.time_s, self.grace_s, self.cpus, self.wait = tools, time_s, grace_s, cpus, wait
 
+    def lacks(self, job):
+        """Why it cannot run a job on a socket, or None."""
+        if self.tools.bdevperf and job.queues > len(self._polled()):
+            return f"bdevperf polls each queue on a CPU of its own, and has {len(self._polled())}"
+        return None
+
+    def _polled(self):
+        """The CPUs that bdevperf may poll: those that SPDK's vhost does not."""
+        here = self.cpus or os.sched_getaffinity(0)
+        return sorted(set(here) - set(spdk.cpus(self.tools.spdk_mask)))
+
     def load_socket(self, job, server, on_hang):
         """-> {'iops', 'ios', 'p50_us', 'p99_us', 'cpu_us'}: cpu_us is the server's CPU time an I/O."""
         before = server.cpu_s()
-        if self.tools.fio_blkio:
+        if self.tools.bdevperf:
+            argv = spdk.bdevperf(self.tools.bdevperf, server.sock, RW[job.rw], job, QUEUE_SIZE, self.time_s, self._polled()[-job.queues:])
+            result = spdk.bdevperf_result(self.bounded(argv, None, on_hang), self.time_s)
+            if result is None:
+                raise ClientError("bdevperf: requests failed, or it printed no result")
+        elif self.tools.fio_blkio:
             argv = [*self.tools.fio_blkio, *self._fio_args(job), "--ioengine=libblkio",
                     "--libblkio_driver=virtio-blk-vhost-user", f"--libblkio_path={server.sock}",
                     f"--libblkio_queue_size={QUEUE_SIZE}", f"--libblkio_wait_mode={self.wait}"]

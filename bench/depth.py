@@ -22,7 +22,7 @@ NOISE_MIN = 0.05
 def case(b):
     """Prints a row for each job, and the targets."""
     title = "no storage behind it, 4k random reads, by requests in flight"
-    b.report.heading("depth", f"{title}; {b.o.reps_depth} repetitions of {b.o.time_depth} s")
+    b.report.heading("depth", f"{title}; the median of {b.o.reps_depth} times {b.o.time_depth} s")
     disk = f"format=null,size={NULL_BYTES}"
     takers = b.with_peer(
         *spdk_disks(b, null=None),

@@ -58,6 +58,8 @@ class Tools:
     testpmd: list = field(default_factory=list)
     cloud_net: str = ""
     spdk: list = field(default_factory=list)
+    spdk_mask: int = 0
+    bdevperf: list = field(default_factory=list)
     versions: dict = field(default_factory=dict)
 
 
@@ -81,7 +83,8 @@ def arguments():
     p.add_argument("--json", metavar="FILE", help="every run's figures, too")
     p.add_argument("--pin", action="store_true", help="servers on one half of the CPUs, clients on the other")
     p.add_argument("--awake", action="store_true", help="hold /dev/cpu_dma_latency at 0 in every run, not only in rows that say so")
-    p.add_argument("--client", choices=["fio", "vshunt-bench"], help="what makes the load (fio with libblkio, where there is one)")
+    p.add_argument("--client", choices=["fio", "vshunt-bench", "bdevperf"],
+                   help="what makes the load (fio with libblkio, where there is one); bdevperf is SPDK's, which polls")
     p.add_argument("--wait", choices=["block", "loop"], default="block",
                    help="how the client waits for completions: block, in the kernel; loop, it polls, which needs fio (block)")
     p.add_argument("--spdk", metavar="FOLDER", default=os.environ.get("VSHUNT_SPDK", ""),
@@ -106,7 +109,11 @@ def arguments():
     jobs = cases.READS_WRITES + depth.JOBS + fuse.JOBS + qcow2.JOBS + before.JOBS + before.NAMED
     if unknown := [j for j in o.jobs or () if j not in jobs]:
         p.error(f"no job {unknown[0]}; there are {', '.join(jobs)}")
-    if o.spdk and (why := spdk.refused(o.spdk, o.spdk_mask)):
+    if o.client == "bdevperf" and not o.spdk:
+        p.error("--client bdevperf: name the folder where SPDK is built with --spdk (VSHUNT_SPDK)")
+    if o.wait == "loop" and o.client not in (None, "fio"):
+        p.error(f"--wait loop is for fio, not for {o.client}")
+    if o.spdk and (why := spdk.refused(o.spdk, o.spdk_mask, o.client)):
         p.error(why)
     if o.json:  # now, not after half an hour
         try:
@@ -189,6 +196,9 @@ def find_tools(o, report):
 def find_spdk(o, tools):
     try:
         tools.spdk, tools.versions["SPDK"] = spdk.find(o.spdk, tools.root)
+        tools.spdk_mask = o.spdk_mask
+        if o.client == "bdevperf":
+            tools.bdevperf, _ = spdk.find(o.spdk, tools.root, spdk.BDEVPERF)
     except spdk.NotFound as e:
         sys.exit(f"bench: --spdk (VSHUNT_SPDK): {e}")
 
@@ -199,7 +209,8 @@ def header(o, b, report):
     for name, version in b.tools.versions.items():
         report.line(f"{name:<10} {version}" if len(name) <= 10 else f"{name} {version}")
     waits = "polling for completions" if o.wait == "loop" else "waiting in the kernel"
-    report.line(f"client     {f'fio, libblkio, {waits}' if b.tools.fio_blkio else 'vshunt-bench'}")
+    fio = f"fio, libblkio, {waits}" if b.tools.fio_blkio else "vshunt-bench"
+    report.line(f"client     {'bdevperf, polling for completions' if b.tools.bdevperf else fio}")
     placed = f"servers on CPUs {b.server_cpus}, clients on {b.client_cpus}, the host's fio on all" if b.pinned else "where the kernel likes"
     held = "held at 0 in every run" if o.awake else "as it is" + (", but held at 0 in rows that say awake" if cases.can_be_awake() else "")
     report.line(f"condition  the same for all: placed {placed}; cpu_dma_latency {held}")

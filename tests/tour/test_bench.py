@@ -73,11 +73,26 @@ def test_servers_get_the_cpus_that_spdk_polls():
     r.require(cases.halves([0, 1], spdk.cpus(3)) == (None, None), "all CPUs")
 
 
+def test_results_of_bdevperf_are_read():
+    text = (
+        "\t VirtioBlk0           :       1.00  250000.00     976.56       0.00     0.00     127.90      90.00     400.00\n"
+        "\r Total                       :             500000.00    1953.12 {failed:10.2f}     0.00     127.90      90.00     400.00\n"
+        " Job: VirtioBlk0 (Core Mask 0x2)\n 50.00000% :   120.500us\n 99.00000% :   250.250us\n 99.50000% :   300.000us\n"
+        " Job: VirtioBlk0 (Core Mask 0x4)\n 50.00000% :   118.000us\n 99.00000% :   260.000us\n 99.50000% :   310.000us\n"
+    )
+    result = spdk.bdevperf_result(text.format(failed=0), 2)
+    r.require(result == {"iops": 500000.0, "ios": 1000000, "p50_us": 120.5, "p99_us": 260.0}, f"{result}")
+    r.require(spdk.bdevperf_result(text.format(failed=3), 2) is None, "failed requests")
+    r.require(spdk.bdevperf_result("", 2) is None, "no result")
+
+
 @pytest.mark.parametrize(
     "args, why",
     [
         (["--spdk", "/nowhere"], "no program /nowhere/build/bin/vhost; name the folder where SPDK is built"),
         (["--spdk-mask", "x"], "--spdk-mask"),
+        (["--client", "bdevperf"], "name the folder where SPDK is built with --spdk"),
+        (["--client", "vshunt-bench", "--wait", "loop"], "--wait loop is for fio, not for vshunt-bench"),
         (["--wait", "spin"], "--wait"),
         (["--only", "deep"], "no case deep"),
         (["--jobs", "rr:3:1"], "no job rr:3:1"),
