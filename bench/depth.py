@@ -127,7 +127,7 @@ def _cpu(cells, jobs, name):
         elif us <= CPU_US_MAX:
             good += 1
         else:
-            short.append(f"{job} {us:.2f}us")
+            short.append(f"{job} {us:.3f}us")
     return _verdict(f"CPU an I/O of {name} at most {CPU_US_MAX}us from depth {CPU_FROM_DEPTH} on", good, short, unknown)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -25,8 +26,10 @@ class StartError(Exception):
 
 
 def child_setup(cpus=None):
-    """For preexec_fn: die with the parent, run on `cpus` (None: where the kernel likes)."""
+    """For preexec_fn: die with the parent, run on `cpus` (None: where the kernel likes), and leave no core file, which is
+    as large as the guest's memory."""
     def setup():
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if cpus:
             os.sched_setaffinity(0, cpus)
