@@ -62,6 +62,8 @@ class Client:
 
     def load_socket(self, job, server, on_hang):
         """-> {'iops', 'ios', 'p50_us', 'p99_us', 'cpu_us'}: cpu_us is the server's CPU time an I/O."""
+        if why := self.lacks(job):
+            raise ClientError(why)
         before = server.cpu_s()
         if self.tools.bdevperf:
             argv = spdk.bdevperf(self.tools.bdevperf, server.sock, RW[job.rw], job, QUEUE_SIZE, self.time_s, self._polled()[-job.queues:])

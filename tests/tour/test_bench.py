@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import rig as r
@@ -11,7 +12,7 @@ sys.path.insert(0, str(r.ROOT / "bench"))
 import cases  # noqa: E402
 import depth  # noqa: E402
 import spdk  # noqa: E402
-from client import Job  # noqa: E402
+from client import Client, ClientError, Job  # noqa: E402
 from report import MET, MISSED, UNKNOWN, Cell  # noqa: E402
 
 BENCH = r.ROOT / "scripts" / "bench"
@@ -84,6 +85,15 @@ def test_results_of_bdevperf_are_read():
     r.require(result == {"iops": 500000.0, "ios": 1000000, "p50_us": 120.5, "p99_us": 260.0}, f"{result}")
     r.require(spdk.bdevperf_result(text.format(failed=3), 2) is None, "failed requests")
     r.require(spdk.bdevperf_result("", 2) is None, "no result")
+
+
+def test_bdevperf_has_a_cpu_for_each_queue():
+    tools = SimpleNamespace(bdevperf=["bdevperf"], spdk_mask=1)
+    client = Client(tools, 1, 1, [0, 1, 2])
+    r.require(client.lacks(Job.parse("rr:32:2")) is None, "two queues on CPUs 1 and 2")
+    r.require("has 2" in client.lacks(Job.parse("rr:32:4")), "four queues")
+    with pytest.raises(ClientError, match="has 2"):
+        client.load_socket(Job.parse("rr:32:4"), None, None)
 
 
 @pytest.mark.parametrize(
