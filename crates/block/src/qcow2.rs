@@ -16,14 +16,14 @@ mod journal_name;
 mod open;
 mod sweep;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use io_uring::opcode;
 use qcow2::bitmap::Loaded;
-use qcow2::{Buf, Chain, Context, FastPath, FileId, Request, User, Waker};
+use qcow2::{Batch, Buf, Chain, Context, FastPath, FileId, Request, User, Waker};
 use vshunt_engine::{Token, Uring, on_file};
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 
@@ -71,13 +71,16 @@ pub(super) struct Qcow2Handle {
     image: Arc<Qcow2>,
     files: Vec<UringFiles>,
     user: RefCell<User>,
+    /// While the queue takes several requests.
+    batch: Cell<Option<Batch>>,
 }
 
 impl Qcow2 {
     /// Makes the image usable by one queue of the worker that owns `uring`.
     pub(super) fn attach(self: &Arc<Self>, uring: &mut Uring) -> Qcow2Handle {
         let files = self.files.iter().map(|raw| raw.register(uring)).collect();
-        Qcow2Handle { image: self.clone(), files, user: RefCell::new(self.chain.top().join()) }
+        let user = RefCell::new(self.chain.top().join());
+        Qcow2Handle { image: self.clone(), files, user, batch: Cell::default() }
     }
 
     /// See [`Disk::survives_kill`](super::Disk::survives_kill).
@@ -285,6 +288,19 @@ impl Qcow2 {
 }
 
 impl Qcow2Handle {
+    /// See [`DiskHandle::begin_batch`](super::DiskHandle::begin_batch).
+    pub(super) fn begin_batch(&self) {
+        self.end_batch();
+        self.batch.set(Some(Batch::begin(&self.image.chain, &mut self.user.borrow_mut())));
+    }
+
+    /// See [`DiskHandle::end_batch`](super::DiskHandle::end_batch).
+    pub(super) fn end_batch(&self) {
+        if let Some(batch) = self.batch.take() {
+            batch.end(&self.image.chain, &mut self.user.borrow_mut());
+        }
+    }
+
     /// See [`DiskHandle::start`](super::DiskHandle::start).
     #[inline]
     pub(super) fn start(&self, pool: &Pool, uring: &mut Uring, io: &mut Io, token: Token) -> Step {
@@ -354,6 +370,7 @@ impl Qcow2Handle {
             // Clusters are allocated when they are written.
             Op::Allocate => return Step::Done(0),
         };
+        self.end_batch();
         let mut state = io.state.qcow2.take().unwrap_or_default();
         let (offset, len) = (io.request.offset, io.request.len);
         let step = self.with(uring, token, |cx| state.request.start(op, offset, len, stable, cx));
@@ -400,6 +417,7 @@ impl Qcow2Handle {
 
     /// See [`DiskHandle::detach`](super::DiskHandle::detach).
     pub(super) fn detach(self, uring: &mut Uring) {
+        self.end_batch();
         self.image.files.iter().for_each(|raw| raw.unregister(uring));
         self.image.chain.top().leave(self.user.into_inner());
     }
@@ -566,3 +584,6 @@ fn done(step: Step) -> Option<i32> {
         Step::Wait => None,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,5 +1,7 @@
 //! Entries of L1 and L2 tables.
 
+use crate::bytes::low_u32;
+
 /// The reference count of the cluster that an entry names is 1, so it may be overwritten in place
 /// (bit 63).
 pub const COPIED: u64 = 1 << 63;
@@ -27,6 +29,14 @@ pub(crate) struct Entry {
     pub(crate) word: u64,
     /// Allocated subclusters, from bit 0; those that read as zeroes, from bit 32.
     pub(crate) bits: u64,
+}
+
+impl Entry {
+    /// Returns the masks of the subclusters that are allocated, and of those that read as zeroes.
+    #[inline]
+    pub(crate) fn masks(self) -> (u32, u32) {
+        (low_u32(self.bits), low_u32(self.bits >> 32))
+    }
 }
 
 /// The location of a compressed cluster's data.

@@ -18,9 +18,10 @@ use crate::sync::{AtomicU32, AtomicU64, Mutex, fence};
 /// A number that only grows.
 pub(crate) type Epoch = u64;
 
-/// Epochs that requests can be in at a time: the present one and the one before. The place of the
-/// next one has to be empty when it starts.
-const LIVE: usize = 3;
+/// Counts of a member. Requests can be in two epochs at a time: the present one and the one before.
+/// The place of the next one has to be empty when it starts. So three would do; with a power of
+/// two, a place costs no division.
+const LIVE: usize = 4;
 
 /// Requests in flight of one user (a queue on its worker), by epoch. Only the user's thread changes
 /// it, and any thread reads it. It has a cache line of its own.
@@ -64,6 +65,12 @@ impl Epochs {
     }
 
     /// Starts a request. Returns its epoch.
+    ///
+    /// The fence costs more than a look-up in the map. It is left out if the user already has a
+    /// request in the present epoch: the count is not 0 from the start of that request on, which
+    /// had the fence, to the end of this one. So this request is protected as well as that one, and
+    /// it sees a map that is at least as new. A user does not stay in an epoch for longer by that:
+    /// after [`advance`](Self::advance), its next request is the first one in the new epoch.
     #[expect(clippy::indexing_slicing, reason = "`place` reduces an epoch modulo the length of the array")]
     #[inline]
     pub(crate) fn enter(&self, member: &Member) -> Epoch {
@@ -71,7 +78,11 @@ impl Epochs {
             let epoch = self.now.load(Relaxed);
             let active = &member.active[place(epoch)];
             // Only its user changes it.
-            active.store(active.load(Relaxed) + 1, Relaxed);
+            let others = active.load(Relaxed);
+            active.store(others + 1, Relaxed);
+            if others > 0 {
+                return epoch;
+            }
             // Pairs with the fences in `now` and `advance`. Either they come later and see the
             // count, or this one does, and the request sees what was done before them: another
             // epoch, and a map without the removed clusters.
@@ -79,7 +90,7 @@ impl Epochs {
             if self.now.load(Relaxed) == epoch {
                 return epoch;
             }
-            active.store(active.load(Relaxed) - 1, Release);
+            active.store(0, Release);
         }
     }
 
@@ -145,6 +156,38 @@ mod interleavings {
             user.join().unwrap();
         });
     }
+
+    /// Tests requests of one user that overlap: each but the first enters without a fence, and the
+    /// first one ends before the last one looks into the map.
+    #[test]
+    fn what_a_later_request_uses_is_not_over() {
+        loom::model(|| {
+            let epochs = Arc::new(Epochs::default());
+            let (map, given) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
+            let member = epochs.join();
+            let user = {
+                let (epochs, map, given, member) =
+                    (epochs.clone(), map.clone(), given.clone(), member.clone());
+                loom::thread::spawn(move || {
+                    let first = epochs.enter(&member);
+                    let second = epochs.enter(&member);
+                    epochs.exit(&member, first);
+                    if map.load(Acquire) == 0 {
+                        assert_eq!(given.load(Acquire), 0, "a cluster that is in use was given away");
+                    }
+                    epochs.exit(&member, second);
+                })
+            };
+            map.store(1, Release);
+            let gone = epochs.now();
+            epochs.advance();
+            epochs.advance();
+            if epochs.is_over(gone) {
+                given.store(1, Release);
+            }
+            user.join().unwrap();
+        });
+    }
 }
 
 #[cfg(all(test, not(loom)))]
@@ -177,6 +220,23 @@ mod tests {
     }
 
     #[test]
+    fn a_user_that_always_has_requests_does_not_stay_in_an_epoch() {
+        let epochs = Epochs::default();
+        let user = epochs.join();
+        let gone = epochs.now();
+        let mut last = epochs.enter(&user);
+        for _ in 0..LIVE {
+            // The next request begins before the last one ends.
+            let next = epochs.enter(&user);
+            epochs.exit(&user, last);
+            epochs.advance();
+            last = next;
+        }
+        assert!(epochs.is_over(gone), "{}", epochs.now());
+        epochs.exit(&user, last);
+    }
+
+    #[test]
     fn threads() {
         // A value is "freed" by adding 1 to it once its epoch is over. A request that is in between
         // never sees it change.
@@ -187,14 +247,18 @@ mod tests {
             for _ in 0..3 {
                 s.spawn(|| {
                     let me = epochs.join();
-                    for _ in 0..20_000 {
+                    let mut before = None;
+                    for request in 0..20_000 {
                         let epoch = epochs.enter(&me);
                         let at = &shelf[current.load(SeqCst) as usize];
                         let seen = at.load(Relaxed);
                         std::hint::spin_loop();
                         assert_eq!(at.load(Relaxed), seen);
-                        epochs.exit(&me, epoch);
+                        // Some requests end after the next one has begun.
+                        let ends = if request % 8 < 4 { before.replace(epoch) } else { Some(epoch) };
+                        ends.into_iter().for_each(|epoch| epochs.exit(&me, epoch));
                     }
+                    before.into_iter().for_each(|epoch| epochs.exit(&me, epoch));
                     epochs.leave(&me);
                 });
             }

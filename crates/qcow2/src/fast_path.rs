@@ -50,10 +50,49 @@ impl FastPath {
     }
 }
 
+/// The stay of a queue in an epoch while it takes several requests. Entering an epoch costs more
+/// than a look-up. A [`FastPath`] that is found during the stay need not enter it again.
+///
+/// It is for one call on the worker, and never for a wait: no cluster that leaves the map meanwhile
+/// is given to another use. It ends before the queue starts a [`Request`](crate::Request), which
+/// may be a flush that frees such clusters.
+#[derive(Debug)]
+#[must_use = "the queue stays in the epoch until it ends"]
+pub struct Batch {
+    epoch: Epoch,
+}
+
+impl Batch {
+    /// Enters the present epoch.
+    #[inline]
+    pub fn begin(chain: &Chain, user: &mut User) -> Self {
+        Self { epoch: chain.top().epochs.enter(&user.member) }
+    }
+
+    /// Leaves the epoch.
+    #[inline]
+    pub fn end(self, chain: &Chain, user: &mut User) {
+        chain.top().epochs.exit(&user.member, self.epoch);
+    }
+}
+
 impl Chain {
     /// Returns file and offset of bytes that are contiguous.
     #[inline]
     fn one_read(&self, pos: u64, len: u64) -> Option<(FileId, u64)> {
+        let image = self.top();
+        // The end of the disk may have changed.
+        if pos + len <= image.size()
+            && let Ok((Source::Data(offset), n)) = image.run(pos, len)
+            && n == len
+        {
+            return Some((image.data, offset));
+        }
+        self.one_read_below(pos, len)
+    }
+
+    /// Returns file and offset of contiguous bytes of any layer.
+    fn one_read_below(&self, pos: u64, len: u64) -> Option<(FileId, u64)> {
         match self.find(pos, len) {
             Ok((layer, Source::Data(offset), n)) if n == len => Some((self.data_of(layer), offset)),
             _ => None,
@@ -63,15 +102,14 @@ impl Chain {
     /// Returns file and offset of contiguous bytes that may be overwritten in place.
     #[inline]
     fn one_write(&self, pos: u64, len: u64) -> Option<(FileId, u64)> {
-        let (image, end) = (self.top(), pos + len);
+        let image = self.top();
         let cluster = image.cluster(pos);
         if !matches!(image.table_of(cluster), Some((_, true))) {
             return None;
         }
-        let (offset, n) = image.in_place_run(image.map.get(cluster)?, pos, end)?;
+        let (offset, n) = image.in_place_run(image.map.get(cluster)?, pos, len)?;
         // Otherwise the entry is wrong, and the request reports that.
-        let within = image.cluster_size() - 1;
-        (n == len && offset & within == pos & within).then_some((image.data, offset))
+        (n == len && image.fits(offset, pos)).then_some((image.data, offset))
     }
 }
 

@@ -52,6 +52,7 @@ mod image;
 pub mod info;
 pub mod journal;
 mod lock;
+mod lookup;
 mod map;
 pub mod measure;
 pub mod memory;
@@ -68,7 +69,7 @@ mod sync;
 mod testing;
 
 pub use error::{Error, Result};
-pub use fast_path::FastPath;
+pub use fast_path::{Batch, FastPath};
 pub use image::Image;
 pub use request::{Buf, Context, Extent, Found, Op, Request, Step};
 pub use served::{Chain, Layer, Served, Settings, User, make_ready, make_ready_for};

@@ -147,6 +147,7 @@ impl Map {
         }
     }
 
+    #[inline]
     pub(crate) fn slice_of(&self, cluster: u64) -> u64 {
         cluster >> self.slice_bits
     }
@@ -188,6 +189,7 @@ impl Map {
     }
 
     /// Returns the number of a slice's frame plus 1, or [`NONE`].
+    #[inline(always)]
     #[expect(
         clippy::indexing_slicing,
         reason = "the directory was made for all slices of the disk, and a part for each of its own"
@@ -209,6 +211,7 @@ impl Map {
         part[to_usize(slice - first)].store(number, Release);
     }
 
+    #[inline(always)]
     #[expect(clippy::indexing_slicing, reason = "`set_number` was given the number of a frame")]
     fn frame_of(&self, slice: u64) -> Option<&SliceFrame> {
         match self.number_of(slice) {
@@ -218,7 +221,7 @@ impl Map {
     }
 
     /// Returns the entry of a cluster, if its slice is in memory. Takes no lock.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn get(&self, cluster: u64) -> Option<Entry> {
         let slice = self.slice_of(cluster);
         loop {
@@ -245,6 +248,7 @@ impl Map {
         }
     }
 
+    #[inline(always)]
     #[expect(
         clippy::indexing_slicing,
         reason = "the mask keeps an entry within its slice, for which the frame was made"

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::alloc::{Alloc, Reserve};
 use crate::change::Change;
-use crate::entry::{COMPRESSED, COPIED, Entry, OFFSET, SUBCLUSTERS, ZERO};
+use crate::entry::{COPIED, OFFSET};
 use crate::epoch::{Epochs, Member};
 use crate::header::{Header, REFTABLE_BYTES_MAX, UNIT, autoclear, incompatible};
 use crate::header_copy::HeaderCopy;
@@ -440,19 +440,29 @@ impl Served {
         self.alloc.locked().give_back(user.reserve);
     }
 
-    /// Returns log2 of the unit of allocation in bytes.
-    pub(crate) fn sub_bits(&self) -> u32 {
-        if self.extended { self.cluster_bits - SUBCLUSTERS.trailing_zeros() } else { self.cluster_bits }
-    }
-
+    #[inline]
     pub(crate) fn cluster(&self, pos: u64) -> u64 {
         pos >> self.cluster_bits
     }
 
+    /// Returns the index of the L1 entry of a cluster.
+    #[inline]
+    pub(crate) fn table_index(&self, cluster: u64) -> u64 {
+        // A table has a power of two of entries. A division would cost as much as the rest of a
+        // look-up.
+        cluster >> self.table_entries.trailing_zeros()
+    }
+
+    /// Returns the first cluster behind those of the L2 table of `cluster`.
+    pub(crate) fn table_end(&self, cluster: u64) -> u64 {
+        (self.table_index(cluster) + 1) * self.table_entries
+    }
+
     /// Returns the offset of the L2 table of a cluster, and whether the table may be written.
     /// `None`: there is no table.
+    #[inline]
     pub(crate) fn table_of(&self, cluster: u64) -> Option<(u64, bool)> {
-        let entry = self.l1.get(to_usize(cluster / self.table_entries))?.load(Acquire);
+        let entry = self.l1.get(to_usize(self.table_index(cluster)))?.load(Acquire);
         (entry & OFFSET != 0).then_some((entry & OFFSET, entry & COPIED != 0))
     }
 
@@ -461,84 +471,6 @@ impl Served {
         let a_table = self.map.slices_a_table(self.table_entries);
         let (table, _) = self.table_of(slice / a_table * self.table_entries)?;
         Some(table + slice % a_table * self.map.slice_bytes() as u64)
-    }
-
-    /// Returns the cluster of the data file that an entry refers to, if it refers to one.
-    pub(crate) fn host(&self, entry: Entry) -> Option<u64> {
-        let there = entry.word & OFFSET != 0 || (self.external && entry.word & COPIED != 0);
-        (entry.word & COMPRESSED == 0 && there).then_some(entry.word & OFFSET)
-    }
-
-    /// Returns the contents of a subcluster.
-    pub(crate) fn kind(&self, entry: Entry, sub: u64) -> Source {
-        if entry.word & COMPRESSED != 0 {
-            return Source::Compressed(entry.word);
-        }
-        let zero = if self.extended {
-            entry.bits >> (32 + sub) & 1 != 0
-        } else {
-            self.version >= 3 && entry.word & ZERO != 0
-        };
-        if zero {
-            return Source::Zero;
-        }
-        let allocated = !self.extended || entry.bits >> sub & 1 != 0;
-        match self.host(entry) {
-            Some(host) if allocated => Source::Data(host + (sub << self.sub_bits())),
-            _ => Source::Below,
-        }
-    }
-
-    /// Returns the contents of the disk from `pos` on, and for how many bytes they hold, at most
-    /// `len`. All `len` bytes are within the disk.
-    pub(crate) fn run(&self, pos: u64, len: u64) -> std::result::Result<(Source, u64), Miss> {
-        let cluster = self.cluster(pos);
-        if self.table_of(cluster).is_none() {
-            let end = ((cluster / self.table_entries + 1) * self.table_entries) << self.cluster_bits;
-            return Ok((Source::Below, len.min(end - pos)));
-        }
-        let entry = self.map.get(cluster).ok_or(Miss::Slice(self.map.slice_of(cluster)))?;
-        let (sub_bits, sub_mask) = (self.sub_bits(), (1u64 << (self.cluster_bits - self.sub_bits())) - 1);
-        let mut sub = pos >> sub_bits;
-        let first = self.kind(entry, sub & sub_mask);
-        if let Source::Data(at) = first
-            && (at >> self.cluster_bits << self.cluster_bits) != entry.word & OFFSET
-        {
-            return Err(Miss::Corrupt);
-        }
-        if matches!(first, Source::Compressed(_)) {
-            let end = (cluster + 1) << self.cluster_bits;
-            return Ok((first, len.min(end - pos)));
-        }
-        let last = self.map.slice_end(cluster) << (self.cluster_bits - sub_bits);
-        let (begin, end, mut now) = (sub, pos + len, entry);
-        loop {
-            sub += 1;
-            if sub << sub_bits >= end || sub >= last {
-                break;
-            }
-            if sub & sub_mask == 0 {
-                match self.map.get(sub >> (self.cluster_bits - sub_bits)) {
-                    Some(next) => now = next,
-                    None => break,
-                }
-            }
-            let continues = match (first, self.kind(now, sub & sub_mask)) {
-                (Source::Data(at), Source::Data(next)) => {
-                    next == at + ((sub - begin) << sub_bits)
-                        && next & (self.cluster_size() - 1) == (sub & sub_mask) << sub_bits
-                }
-                (a, b) => a == b,
-            };
-            if !continues {
-                break;
-            }
-        }
-        let what = match first {
-            Source::Data(at) => Source::Data(at + (pos - (begin << sub_bits))),
-            other => other,
-        };
-        Ok((what, (sub << sub_bits).min(end) - pos))
     }
 
     /// Returns the bytes of a piece of metadata as it is written.
@@ -578,8 +510,10 @@ pub struct User {
 
 /// An image with its backing files.
 pub struct Chain {
-    /// The first layer is the one that is written.
-    pub(crate) layers: Vec<Layer>,
+    /// The image that is written.
+    top: Arc<Served>,
+    /// All layers. The first one is `top`.
+    layers: Vec<Layer>,
 }
 
 /// A layer of a chain.
@@ -598,18 +532,15 @@ pub enum Layer {
 impl Chain {
     /// Makes a chain of the image that is served, its backing file, and so on.
     pub fn new(image: Arc<Served>, below: Vec<Layer>) -> Self {
-        let mut layers = vec![Layer::Qcow2(image)];
+        let mut layers = vec![Layer::Qcow2(image.clone())];
         layers.extend(below);
-        Self { layers }
+        Self { top: image, layers }
     }
 
     /// Returns the image that is written.
-    #[expect(clippy::indexing_slicing, reason = "a chain has at least its top")]
+    #[inline]
     pub fn top(&self) -> &Arc<Served> {
-        match &self.layers[0] {
-            Layer::Qcow2(image) => image,
-            Layer::Raw { .. } => unreachable!("the first is a qcow2 image"),
-        }
+        &self.top
     }
 
     pub(crate) fn has_below(&self) -> bool {

@@ -150,3 +150,32 @@ fn a_cluster_that_goes_stays_until_the_transfer_ends() {
     assert_eq!(bytes, [0; 4096], "nobody uses it any more");
     disk.chain.top().leave(reader);
 }
+
+#[test]
+fn a_cluster_that_goes_during_a_batch_stays_until_the_batch_ends() {
+    let mut disk = disk();
+    disk.write(0, &vec![7; SIZE as usize]);
+    disk.other(Op::Flush, 0, 0);
+    let other = disk.chain.top().join();
+    let mut reader = std::mem::replace(&mut disk.user, other);
+    let batch = Batch::begin(&disk.chain, &mut reader);
+    let found = FastPath::find(&disk.chain, &mut reader, Op::Read, CLUSTER, 4096).unwrap();
+    let at = found.offset;
+    found.end(&disk.chain, &mut reader);
+    disk.other(Op::Discard, CLUSTER, CLUSTER);
+    let first_byte = |disk: &Disk| {
+        let mut bytes = [0];
+        disk.files[0].read_at(at, &mut bytes).unwrap();
+        bytes[0]
+    };
+    for _ in 0..4 {
+        disk.other(Op::Flush, 0, 0);
+        assert_eq!(first_byte(&disk), 7, "it was freed during the batch");
+        // The map is the present one all the same.
+        assert!(FastPath::find(&disk.chain, &mut reader, Op::Read, CLUSTER, 4096).is_none());
+    }
+    batch.end(&disk.chain, &mut reader);
+    (0..2).for_each(|_| disk.other(Op::Flush, 0, 0));
+    assert_eq!(first_byte(&disk), 0, "it is not freed after the batch");
+    disk.chain.top().leave(reader);
+}

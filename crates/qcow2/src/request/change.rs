@@ -61,30 +61,6 @@ pub(super) fn is_zero(chain: &Chain, mut pos: u64, end: u64) -> Result<bool, (us
 }
 
 impl Served {
-    /// Returns the offset of a byte of the disk, if it can be overwritten there.
-    fn in_place(&self, entry: Entry, pos: u64) -> Option<u64> {
-        let sub = pos >> self.sub_bits() & ((1 << (self.cluster_bits - self.sub_bits())) - 1);
-        match self.kind(entry, sub) {
-            Source::Data(at) if entry.word & COPIED != 0 => Some(at + (pos & ((1 << self.sub_bits()) - 1))),
-            _ => None,
-        }
-    }
-
-    /// Like [`in_place`](Self::in_place), with the number of bytes for which that holds.
-    pub(crate) fn in_place_run(&self, entry: Entry, pos: u64, end: u64) -> Option<(u64, u64)> {
-        let at = self.in_place(entry, pos)?;
-        let mut next = ((pos >> self.sub_bits()) + 1) << self.sub_bits();
-        let last = self.map.slice_end(self.cluster(pos)) << self.cluster_bits;
-        while next < end.min(last) {
-            let continues = self.map.get(self.cluster(next)).and_then(|e| self.in_place(e, next));
-            if continues != Some(at + (next - pos)) {
-                break;
-            }
-            next += 1 << self.sub_bits();
-        }
-        Some((at, next.min(end) - pos))
-    }
-
     /// Returns whether the cluster of this entry is not shared.
     pub(super) fn is_own(&self, entry: Entry) -> bool {
         self.host(entry).is_some() && entry.word & COPIED != 0
@@ -128,8 +104,8 @@ impl Request {
             Ok(entry) => entry,
             Err(next) => return next,
         };
-        if let Some((offset, n)) = image.in_place_run(entry, pos, limit) {
-            if offset & (image.cluster_size() - 1) != pos & (image.cluster_size() - 1) {
+        if let Some((offset, n)) = image.in_place_run(entry, pos, limit - pos) {
+            if !image.fits(offset, pos) {
                 return Next::Fail(EIO);
             }
             let step = match self.op {
@@ -150,7 +126,7 @@ impl Request {
         };
         let get = |i: u64| image.map.get(cluster + i).expect("held slices stay");
         let first = get(0);
-        if image.in_place(first, pos).is_some() {
+        if image.in_place_run(first, pos, 1).is_some() {
             // Another request was faster.
             image.map.release(cluster, held, None, None, cx.wake);
             return Next::Again;
@@ -190,7 +166,7 @@ impl Request {
             return Err(Next::Again);
         }
         if !matches!(image.table_of(cluster), Some((_, true))) {
-            self.make_table(cluster / image.table_entries);
+            self.make_table(image.table_index(cluster));
             return Err(Next::Again);
         }
         match image.map.get(cluster) {

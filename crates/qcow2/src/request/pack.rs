@@ -59,7 +59,7 @@ impl Served {
     fn has_no_place(&self, entry: Entry) -> bool {
         entry.word & COMPRESSED == 0
             && self.host(entry).is_none()
-            && !matches!(self.kind(entry, 0), Source::Data(_))
+            && !matches!(self.part(entry, 0).0, Source::Data(_))
     }
 }
 

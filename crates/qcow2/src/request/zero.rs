@@ -41,8 +41,7 @@ impl Request {
             };
         }
         if image.table_of(cluster).is_none() && !chain.has_below() {
-            self.pos = (((cluster / image.table_entries + 1) * image.table_entries) << image.cluster_bits)
-                .min(self.end);
+            self.pos = (image.table_end(cluster) << image.cluster_bits).min(self.end);
             return Next::Again;
         }
         if let Err(next) = self.writable(cluster, cx) {

@@ -197,6 +197,35 @@ impl BlkQueue {
         taken
     }
 
+    /// Takes up to `budget` requests: those of a former daemon, then new ones.
+    #[inline]
+    fn take_all(&mut self, uring: &mut Uring, base: Token, budget: u32) -> u32 {
+        let mut taken = 0;
+        if !self.replays.is_empty() {
+            taken += self.replay(uring, base);
+            if self.broken {
+                return taken;
+            }
+        }
+        while taken < budget && self.taken_bytes < TAKE_BYTES && !self.free.is_empty() {
+            match self.vring.pop(&self.mem, &mut self.chain) {
+                Ok(true) => self.begin(uring, base),
+                Ok(false) => break,
+                Err(broken) => {
+                    self.break_off(&broken);
+                    break;
+                }
+            }
+            taken += 1;
+            if self.staged == 1 {
+                self.batch = (u32::from(self.vring.seen_waiting()) / 2).max(BATCH_MIN);
+            } else if self.staged >= self.batch {
+                self.publish_staged();
+            }
+        }
+        taken
+    }
+
     fn arm_kick(&mut self, uring: &mut Uring, base: Token) {
         self.listen.start(uring, self.kick.as_raw_fd(), base.with(0, OP_KICK));
     }
@@ -262,30 +291,10 @@ impl Queue for BlkQueue {
         if self.broken {
             return 0;
         }
-        let mut taken = 0;
         self.taken_bytes = 0;
-        if !self.replays.is_empty() {
-            taken += self.replay(uring, base);
-            if self.broken {
-                return taken;
-            }
-        }
-        while taken < budget && self.taken_bytes < TAKE_BYTES && !self.free.is_empty() {
-            match self.vring.pop(&self.mem, &mut self.chain) {
-                Ok(true) => self.begin(uring, base),
-                Ok(false) => break,
-                Err(broken) => {
-                    self.break_off(&broken);
-                    break;
-                }
-            }
-            taken += 1;
-            if self.staged == 1 {
-                self.batch = (u32::from(self.vring.seen_waiting()) / 2).max(BATCH_MIN);
-            } else if self.staged >= self.batch {
-                self.publish_staged();
-            }
-        }
+        self.handle.iter().for_each(DiskHandle::begin_batch);
+        let taken = self.take_all(uring, base, budget);
+        self.handle.iter().for_each(DiskHandle::end_batch);
         self.flight_changed();
         taken
     }
