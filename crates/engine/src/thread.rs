@@ -7,13 +7,14 @@
 //! adapts to the load, then asks all peers to kick and sleeps in the io_uring.
 
 use std::io;
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use vshunt_types::sync::Locked;
 
 use super::mailbox::{Message, QueueFn, QueueId, Recall, Shared};
-use super::policy::{PollPolicy, Rest};
+use super::policy::{Rest, RestPolicy, Usage};
 use super::probes;
 use super::queue::{Forwarder, Queue, QueueStats};
 use super::uring::{Completion, Token, Uring};
@@ -31,10 +32,35 @@ const QUIET_ITERATIONS: u32 = 256;
 const LOOK_ITERATIONS: u32 = 4;
 /// Polls between two reads of the clock, and between two thorough looks at the queues.
 const POLLS_A_LOOK: u32 = 16;
+/// Requests in an iteration below which a worker that polls with pauses pauses.
+const FEW: u64 = 16;
 /// Token index of the mailbox. Queues have the lower ones.
 const MAILBOX_INDEX: u16 = u16::MAX;
 /// Most queues of a worker: token indices have 16 bits, and the mailbox has one of them.
 pub(super) const QUEUES_MAX: usize = MAILBOX_INDEX as usize;
+
+/// What an iteration found.
+struct Iteration {
+    /// There was something to do.
+    busy: bool,
+    /// Requests taken or completed.
+    requests: u64,
+}
+
+/// Returns what the calling thread has used. The CPU time of getrusage(2) would stand still until
+/// the next tick.
+fn usage() -> Usage {
+    let mut cpu = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call writes to `cpu` only, which is on this stack. (rustix would look for the
+    // kernel's shared object first, by calls that the sandbox does not allow to workers.)
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut cpu) };
+    let mut used = MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: the call writes to `used` only, which is on this stack.
+    unsafe { libc::getrusage(libc::RUSAGE_THREAD, used.as_mut_ptr()) };
+    // SAFETY: it consists of integers, and is zeroed.
+    let used = unsafe { used.assume_init() };
+    Usage { cpu_ns: cpu.tv_sec as u64 * 1_000_000_000 + cpu.tv_nsec as u64, preempted: used.ru_nivcsw as u64 }
+}
 
 enum AttachPhase {
     Active,
@@ -76,7 +102,9 @@ pub(super) struct Worker {
     /// Former queues that have operations on this io_uring.
     left: Vec<LeftBehind>,
     completions: Vec<Completion>,
-    policy: PollPolicy,
+    policy: RestPolicy,
+    /// The start of the policy's time.
+    started: Instant,
     stopping: bool,
 }
 
@@ -95,7 +123,8 @@ impl Worker {
             touched: Vec::new(),
             left: Vec::new(),
             completions: Vec::with_capacity(256),
-            policy: PollPolicy::new(),
+            policy: RestPolicy::new(0),
+            started: Instant::now(),
             stopping: false,
         })
     }
@@ -112,20 +141,37 @@ impl Worker {
     /// Those of `io_uring_enter` itself, after which nothing can be served.
     pub(super) fn run(&mut self) -> io::Result<()> {
         while !self.is_over() {
-            let busy = self.iterate()?;
-            if !busy && !self.is_over() {
+            let Iteration { busy, requests } = self.iterate()?;
+            if self.is_over() {
+                break;
+            }
+            if !busy {
                 self.rest()?;
+            } else if requests < FEW
+                && let Some(pause_ns) = self.policy.pause_ns()
+            {
+                self.pause(pause_ns);
             }
         }
         Ok(())
+    }
+
+    /// Returns the policy's time in ns.
+    fn now(&self) -> u64 {
+        self.started.elapsed().as_nanos() as u64
+    }
+
+    /// Returns the limit of polling in ns.
+    fn bound_ns(&self) -> u64 {
+        u64::from(self.shared.poll_us.load(Ordering::Relaxed)) * 1_000
     }
 
     fn is_over(&self) -> bool {
         self.stopping && self.left.is_empty()
     }
 
-    /// Runs one iteration. Returns whether there was anything to do.
-    fn iterate(&mut self) -> io::Result<bool> {
+    /// Runs one iteration.
+    fn iterate(&mut self) -> io::Result<Iteration> {
         let mut busy = false;
         self.uring.start_iteration();
         if self.shared.has_messages.load(Ordering::Acquire) {
@@ -153,7 +199,8 @@ impl Worker {
         if requests > 0 {
             self.policy.found(requests);
         }
-        Ok(busy || requests > 0 || self.uring.has_deferred())
+        let busy = busy || requests > 0 || self.uring.has_deferred();
+        Ok(Iteration { busy, requests })
     }
 
     /// Takes up to [`BUDGET`] requests from each awake queue. Returns the number of requests taken.
@@ -270,33 +317,40 @@ impl Worker {
                 attached.touched = false;
                 let notified = attached.queue.publish();
                 probes::publish(self.shared.worker, attached.id, notified);
-                if notified {
-                    self.policy.notified();
-                }
+            }
+        }
+    }
+
+    /// Lets requests gather for a while, if the worker keeps up with its peers with ease.
+    fn pause(&mut self, pause_ns: u64) {
+        let start = self.now();
+        let bound = self.bound_ns();
+        self.policy.observe(start, bound > 0, usage);
+        let end = start + pause_ns.min(bound);
+        while self.now() < end {
+            for _ in 0..POLLS_A_LOOK {
+                std::hint::spin_loop();
             }
         }
     }
 
     /// Polls for a while, then sleeps, unless work turns up.
     fn rest(&mut self) -> io::Result<()> {
-        let bound = Duration::from_micros(u64::from(self.shared.poll_us.load(Ordering::Relaxed)));
-        let steady = self.awake.iter().all(|&i| {
-            self.queues[i as usize].as_ref().is_none_or(|p| p.stats.in_flight.load(Ordering::Relaxed) == 0)
-        });
-        let start = Instant::now();
-        let plan = self.policy.plan(start, bound, steady);
-        if let Rest::Poll(window) = plan
+        let bound = self.bound_ns();
+        let start = self.now();
+        let rest = self.policy.plan(start, bound > 0, usage);
+        if let Rest::Poll { pause_ns } = rest
             && !self.uring.must_sleep()
+            && self.spin(start + bound, pause_ns)
         {
-            let found = self.spin(window);
-            self.policy.polled(found, Instant::now(), window, bound);
-            if found {
-                return Ok(());
-            }
+            return Ok(());
         }
-        let (after, limit) = match plan {
-            Rest::Coalesce { requests, limit } => (requests, Some(limit)),
-            Rest::Sleep | Rest::Poll(_) => (1, None),
+        let (after, limit) = match rest {
+            // With requests in flight on the ring, their completions come without a kick.
+            Rest::Coalesce { requests, limit_ns } if !self.has_in_flight() => {
+                (requests, Some(Duration::from_nanos(limit_ns)))
+            }
+            _ => (1, None),
         };
         if self.ask_for_kicks(after) {
             return Ok(());
@@ -307,13 +361,20 @@ impl Worker {
             probes::sleep(self.shared.worker, self.asleep.len());
             slept = self.uring.wait(limit).map(|woken| {
                 probes::wake(self.shared.worker, woken);
-                self.policy.slept(start, Instant::now(), woken, bound);
+                let now = self.started.elapsed().as_nanos() as u64;
+                self.policy.slept(start, now, limit.is_some(), woken);
             });
         }
         if after > 1 {
             self.look_at_all();
         }
         slept
+    }
+
+    fn has_in_flight(&self) -> bool {
+        self.awake.iter().any(|&i| {
+            self.queues[i as usize].as_ref().is_some_and(|p| p.stats.in_flight.load(Ordering::Relaxed) > 0)
+        })
     }
 
     /// Asks the peer of each awake queue to kick once `after` requests are there. Returns true if
@@ -352,15 +413,20 @@ impl Worker {
         }
     }
 
-    /// Looks for work without sleeping, for the time `window`. Returns whether there is some.
-    fn spin(&mut self, window: Duration) -> bool {
-        let start = Instant::now();
+    /// Looks for work without sleeping up to the policy's time `end`, each time after `pause_ns`.
+    /// Returns whether there is some.
+    fn spin(&mut self, end: u64, pause_ns: u64) -> bool {
+        let mut look = 0;
         loop {
-            if self.any_awake(|q| q.look()) {
-                return true;
+            let now = self.now();
+            if now >= look {
+                look = now + pause_ns;
+                if self.any_awake(|q| q.look()) {
+                    return true;
+                }
             }
             for _ in 0..POLLS_A_LOOK {
-                if self.any_awake(|q| q.has_work())
+                if (pause_ns == 0 && self.any_awake(|q| q.has_work()))
                     || self.uring.has_completions()
                     || self.uring.wants_enter()
                     || self.shared.has_messages.load(Ordering::Relaxed)
@@ -369,7 +435,7 @@ impl Worker {
                 }
                 std::hint::spin_loop();
             }
-            if start.elapsed() >= window {
+            if now >= end {
                 return false;
             }
         }

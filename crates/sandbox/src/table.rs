@@ -26,7 +26,7 @@ const ALL: &[u32] = calls! {
     SYS_clone SYS_set_robust_list SYS_set_tid_address SYS_rseq SYS_exit SYS_exit_group SYS_sched_yield
     SYS_sched_getaffinity SYS_getcpu SYS_gettid SYS_getpid SYS_tgkill SYS_restart_syscall
     SYS_rt_sigaction SYS_rt_sigprocmask SYS_rt_sigreturn SYS_rt_sigtimedwait SYS_sigaltstack SYS_prctl
-    SYS_clock_gettime SYS_clock_getres SYS_clock_nanosleep SYS_nanosleep SYS_gettimeofday SYS_getrandom
+    SYS_clock_gettime SYS_clock_getres SYS_clock_nanosleep SYS_nanosleep SYS_gettimeofday SYS_getrandom SYS_getrusage
     // Memory allocation reads /proc/sys/vm/overcommit_memory. Landlock decides which files can be
     // opened.
     SYS_openat SYS_readlinkat SYS_newfstatat SYS_statx SYS_getcwd SYS_uname SYS_prlimit64
