@@ -219,22 +219,31 @@ pub fn create(
     write_counts(file, &layout)?;
     if preallocation != Preallocation::Off {
         write_map(file, &header, &layout, options)?;
+        if let Some(data) = data {
+            data.set_len(header.size).map_err(Error::io("cannot make the data file"))?;
+        }
+    }
+    sync_all(file, data)?;
+    file.write_at(0, &first).map_err(&cannot)?;
+    file.sync().map_err(&cannot)?;
+    // The space comes last, since that can take long: until it is complete, the image is correct
+    // and lacks only some of its space.
+    if matches!(preallocation, Preallocation::Falloc | Preallocation::Full) {
         let of = match data {
-            Some(data) => {
-                data.set_len(header.size).map_err(Error::io("cannot make the data file"))?;
-                (data, 0, header.size)
-            }
+            Some(data) => (data, 0, header.size),
             None => (file, layout.offset(layout.data_at()), layout.offset(layout.data)),
         };
         reserve(of, preallocation, progress)?;
+        sync_all(file, data)?;
     }
+    Ok(header)
+}
+
+fn sync_all(file: &dyn Storage, data: Option<&dyn Storage>) -> Result<()> {
     if let Some(data) = data {
         data.sync().map_err(Error::io("cannot bring the data file to stable storage"))?;
     }
-    file.sync().map_err(&cannot)?;
-    file.write_at(0, &first).map_err(&cannot)?;
-    file.sync().map_err(&cannot)?;
-    Ok(header)
+    file.sync().map_err(Error::io("cannot make the image"))
 }
 
 fn too_large(options: &Options) -> Error {

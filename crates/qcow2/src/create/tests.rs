@@ -38,6 +38,20 @@ fn what_is_made_is_clean_and_says_what_was_asked_for() {
 }
 
 #[test]
+fn an_image_is_correct_before_its_space_is_reserved() {
+    let o = Options { preallocation: Preallocation::Full, ..Options::new(20 << 20) };
+    let file = Memory::new(Vec::new(), 64 << 20);
+    let mut steps = 0;
+    create(&file, None, &o, &mut |done, all| {
+        steps += 1;
+        let r = check(&file, Repair::No, &mut crate::check::Quiet).unwrap();
+        assert_eq!((r.corruptions, r.leaks, r.check_errors), (0, 0, 0), "{done} of {all} bytes");
+    })
+    .unwrap();
+    assert_eq!(steps, 3);
+}
+
+#[test]
 fn what_contradicts_itself_is_refused() {
     let new = || Options::new(1 << 20);
     let backing = || Some(("base".to_owned(), "raw".to_owned()));
