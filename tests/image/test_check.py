@@ -120,6 +120,36 @@ def test_an_image_in_use_is_refused(both):
     r.require(both.same_check("used") in (0, 3), "corrupt")
 
 
+def test_damage_that_no_check_repairs_has_another_remedy(both):
+    """An L1 table at an odd offset. The check refuses it, so no message sends the user there."""
+    both.ours("create", "-q", "-f", "qcow2", "damaged", "1M")
+    with open(both.dir / "damaged", "r+b") as f:
+        f.seek(40)
+        f.write(struct.pack(">Q", 0x1001))
+    disk = f"name=d0,format=qcow2,file={both.dir / 'damaged'}"
+    serve = [r.binary("vshunt"), "serve", "--no-control", "--disk", disk, "--export", f"type=vhost-user-blk,disk=d0,socket={both.dir / 's'}"]
+    for done in (
+        both.ours("check", "-r", "all", "damaged", check=False),
+        both.ours("info", "damaged", check=False),
+        r.run(serve, check=False),
+    ):
+        r.message_of(done, "damaged", "cannot repair that: take the image from a backup", code=(1, 2))
+        r.require("-r all" not in done.stderr, f"it sends the user to the check: {done.stderr}")
+
+
+def test_a_killed_create_leaves_a_correct_image(both):
+    """The space comes after the image: a kill while it is written leaves an image that lacks only space."""
+    path = both.dir / "killed"
+    argv = [r.binary("vshunt"), "image", "create", "-q", "-f", "qcow2", "-o", "preallocation=full", path, "512M"]
+    child = r.Child(both.rig, "create", argv)
+    r.wait_for("it writes", lambda: path.exists() and path.stat().st_blocks * 512 > 16 << 20)
+    child.kill()
+    r.require(both.same_check("killed") == 0, "the image is not correct")
+    info = json.loads(both.ours("info", "--output=json", "killed").stdout)
+    r.require(info["virtual-size"] == 512 << 20, f"its disk has {info['virtual-size']} bytes")
+    path.unlink()
+
+
 def filled(both, rand, name):
     """An image with some of everything, without a data file; its options."""
     while True:

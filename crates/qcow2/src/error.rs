@@ -12,6 +12,9 @@ pub enum Error {
     /// A field or table that no correct image has.
     #[error("the image is corrupt: {0}")]
     Corrupt(String),
+    /// A header that no correct image has. No check repairs it.
+    #[error("the image is corrupt: {0}")]
+    Header(String),
     /// A valid image that needs an unsupported feature.
     #[error("{0}")]
     Unsupported(String),
@@ -45,6 +48,14 @@ impl Error {
 
     pub(crate) fn corrupt(why: impl Into<String>) -> Self {
         Self::Corrupt(why.into())
+    }
+
+    /// Returns the error of a header that is parsed.
+    pub(crate) fn of_header(self) -> Self {
+        match self {
+            Self::Corrupt(why) => Self::Header(why),
+            e => e,
+        }
     }
 
     pub(crate) fn unsupported(why: impl Into<String>) -> Self {

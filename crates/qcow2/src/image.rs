@@ -29,10 +29,11 @@ impl<'s> Image<'s> {
         let len = file.len().map_err(&io)?;
         let mut start = [0; 24];
         file.read_at(0, &mut start).map_err(&io)?;
-        let bits = Header::peek_cluster_bits(&start)?;
+        let bits = Header::peek_cluster_bits(&start).map_err(Error::of_header)?;
         let mut first = vec![0; to_usize(len.min(1 << bits))];
         file.read_at(0, &mut first).map_err(&io)?;
-        Ok(Self { file, header: Header::parse(&first)?, len })
+        let header = Header::parse(&first).map_err(Error::of_header)?;
+        Ok(Self { file, header, len })
     }
 
     /// Returns the header.

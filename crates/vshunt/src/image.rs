@@ -70,6 +70,9 @@ fn failed(path: &Path, e: &qcow2::Error) -> Failure {
         qcow2::Error::Corrupt(_) => {
             format!("{path}: {e}; `vshunt image check -r all {path}` repairs what can be repaired")
         }
+        qcow2::Error::Header(_) => {
+            format!("{path}: {e}; `vshunt image check` cannot repair that: take the image from a backup")
+        }
         _ => format!("{path}: {e}"),
     })
 }

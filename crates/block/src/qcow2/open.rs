@@ -238,7 +238,11 @@ fn repair_unclean(
         tracing::info!("{shown} was not closed: its reference counts are repaired");
         let found = check(plain, Repair::All, &mut Quiet)?;
         if found.corruptions > 0 || found.check_errors > 0 {
-            return Err(qcow2::Error::Corrupt("it was not closed and cannot be repaired".to_owned()));
+            return Err(qcow2::Error::Invalid(format!(
+                "it was not closed, and {} errors in it cannot be repaired: copy what can be read with 'vshunt image \
+                 convert', or take the image from a backup",
+                found.corruptions + found.check_errors
+            )));
         }
     }
     journal_file::remove(file.image());
@@ -255,7 +259,13 @@ fn open_image(opened: &mut OpenFiles, spec: &DiskSpec, path: &Path, growable: bo
         qcow2::Error::NotQcow2 => {
             Error::invalid(format!("{shown} is not a qcow2 image; if it is a raw one use format=raw"))
         }
-        e => Error::invalid(format!("{shown}: {e}; 'vshunt image check -r all {shown}' may repair it")),
+        qcow2::Error::Corrupt(_) => {
+            Error::invalid(format!("{shown}: {e}; 'vshunt image check -r all {shown}' may repair it"))
+        }
+        qcow2::Error::Header(_) => Error::invalid(format!(
+            "{shown}: {e}; 'vshunt image check' cannot repair that: take the image from a backup"
+        )),
+        e => Error::invalid(format!("{shown}: {e}")),
     };
     let mut header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
     let mut lost_writes = false;
