@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 import rig as r
+import snapshot_model
 from qcow2_disks import MIB, Disk, checked, create, falloc, file_name, mounts, same
 
 
@@ -41,6 +42,36 @@ def test_no_space_left(rig):
         disk.quit()
         checked(path, leaks=True)
         r.run([r.tool("qemu-io", "qemu-utils"), "-f", "qcow2", "-c", f"read -P {ord('y')} {good * MIB} 1M", path])
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+@pytest.mark.parametrize("form", ("raw", "qcow2"))
+def test_failed_requests_are_logged(rig, form):
+    """One line says which image, where, and what to do. It does not come again for each request."""
+    mounts()
+    folder = rig.dir / f"logged-{form}"
+    folder.mkdir()
+    r.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder])
+    try:
+        path = folder / f"full.{form}"
+        r.run([r.tool("qemu-img", "qemu-utils"), "create", "-q", "-f", form, path, 16 * MIB])
+        disk = snapshot_model.Disk(rig, path, form, name=f"logged-{form}")
+        errors = []
+        with open(disk.file, "r+b", buffering=0) as f:
+            for i in range(16):
+                f.seek(i * MIB)
+                try:
+                    f.write(b"x" * MIB)
+                except OSError as e:
+                    errors.append(e)
+        r.require(len(errors) > 10, f"{len(errors)} of 16 writes failed")
+        r.wait_for("the log has it", lambda: "No space left" in disk.daemon.child.output())
+        disk.quit()
+        lines = [line for line in disk.daemon.child.output().splitlines() if " at byte " in line]
+        r.require(len(lines) == 1, f"{len(lines)} lines: {lines}")
+        for words in (f"{path}: a write at byte ", "free space for the file"):
+            r.require(words in lines[0], f"{words!r} is not in {lines[0]}")
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=False)
 

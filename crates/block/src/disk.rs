@@ -17,6 +17,7 @@ use vshunt_types::spec::{Cache, DiskSpec, Format};
 use vshunt_types::sync::LockedShared;
 
 use super::backend::{Backend, memory_size};
+use super::failures::Failures;
 use super::limits::{self, Limits};
 use super::qcow2::UncleanImage;
 use super::write_observers::WriteObservers;
@@ -45,6 +46,7 @@ pub struct Disk {
     lost_writes: bool,
     closed: AtomicBool,
     // Any thread.
+    pub(super) failures: Failures,
     pub(super) size_bytes: AtomicU64,
     pub(super) alignment: AtomicU64,
     pub(super) zero_alignment: AtomicU64,
@@ -100,6 +102,7 @@ impl Disk {
             growable: AtomicBool::new(false),
             lost_writes,
             closed: AtomicBool::new(false),
+            failures: Failures::default(),
             size_bytes: AtomicU64::new(size_bytes),
             alignment: AtomicU64::new(alignment),
             zero_alignment: AtomicU64::new(zero_alignment),

@@ -31,7 +31,7 @@ pub struct DiskHandle {
     observers: Option<Arc<WriteObservers>>,
     split: SplitRequests,
     /// The disk closes its image when its last reference is dropped.
-    pub(super) _disk: Arc<Disk>,
+    pub(super) disk: Arc<Disk>,
 }
 
 /// A [`Backend`], with what one queue needs to use it.
@@ -57,7 +57,7 @@ impl Disk {
             Backend::Gone => Handle::Gone,
         };
         let observers = Some(self.write_observers()).filter(|o| !o.is_idle() && !self.readonly);
-        DiskHandle { handle, pool: Pool::default(), observers, split, _disk: self.clone() }
+        DiskHandle { handle, pool: Pool::default(), observers, split, disk: self.clone() }
     }
 }
 
@@ -90,7 +90,7 @@ impl DiskHandle {
             None => self.start_whole(uring, io, token),
             Some(part_bytes) => self.start_in_parts(part_bytes, uring, io, token),
         };
-        Self::stepped(io, step)
+        self.stepped(io, step)
     }
 
     /// Starts a request, or a part of one.
@@ -110,7 +110,7 @@ impl DiskHandle {
         } else {
             self.resume_whole(uring, io, token, res)
         };
-        Self::stepped(io, step)
+        self.stepped(io, step)
     }
 
     /// Continues a request, or a part of one.
@@ -150,11 +150,25 @@ impl DiskHandle {
 
     /// Removes the segments of a request that is complete, and returns their memory to the cache.
     #[inline]
-    fn stepped(io: &mut Io, step: Step) -> Step {
-        if let Step::Done(_) = step {
+    fn stepped(&self, io: &mut Io, step: Step) -> Step {
+        if let Step::Done(res) = step {
+            if res < 0 {
+                self.failed(io, -res);
+            }
             io.request.iov.clear();
         }
         step
+    }
+
+    /// Takes note of a request that failed.
+    #[cold]
+    fn failed(&self, io: &Io, errno: i32) {
+        let path = match &self.handle {
+            Handle::Raw { raw, .. } => raw.path(),
+            Handle::Qcow2(image) => image.path(),
+            Handle::Null | Handle::Ram { .. } | Handle::Gone => return,
+        };
+        self.disk.failures.note(path, &io.request, errno);
     }
 
     /// Undoes [`Disk::attach`], on the same thread, with no request in flight.

@@ -46,6 +46,7 @@ mod dirty_bitmap;
 mod disk;
 mod disk_access;
 mod disk_io;
+mod failures;
 mod file_storage;
 mod handle;
 mod io;

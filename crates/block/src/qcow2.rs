@@ -18,6 +18,7 @@ mod sweep;
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -299,6 +300,11 @@ impl Qcow2Handle {
         if let Some(batch) = self.batch.take() {
             batch.end(&self.image.chain, &mut self.user.borrow_mut());
         }
+    }
+
+    /// Returns the path of the image.
+    pub(super) fn path(&self) -> &Path {
+        self.image.files[0].path()
     }
 
     /// See [`DiskHandle::start`](super::DiskHandle::start).

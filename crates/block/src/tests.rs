@@ -152,7 +152,7 @@ impl Rig {
     }
 
     pub(super) fn disk(&self) -> &Arc<Disk> {
-        &self.handle._disk
+        &self.handle.disk
     }
 
     /// Runs requests at the same time. `lie` may change a result before the backend gets it.

@@ -1,0 +1,117 @@
+//! Failed requests in the log.
+//!
+//! Workers report each failed request of a disk here. At most one in [`INTERVAL_MS`] becomes a line
+//! of the log, which also counts the others.
+
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Instant;
+
+use vshunt_sandbox::{self as sandbox, ThreadKind};
+
+use super::{Op, Request};
+
+/// Between two lines about one disk, ms: a full disk fails thousands of requests a second.
+const INTERVAL_MS: u64 = 30_000;
+
+/// The failed requests of a disk.
+pub(super) struct Failures {
+    opened: Instant,
+    // Workers.
+    /// Failed requests since the last line.
+    count: AtomicU64,
+    /// No line before this time, ms since `opened`.
+    next_ms: AtomicU64,
+}
+
+impl Default for Failures {
+    fn default() -> Self {
+        Self { opened: Instant::now(), count: AtomicU64::new(0), next_ms: AtomicU64::new(0) }
+    }
+}
+
+impl Failures {
+    /// Takes note of a request to the image at `path` that failed with `errno`. Called on the
+    /// worker's thread.
+    #[cold]
+    pub(super) fn note(&self, path: &Path, request: &Request, errno: i32) {
+        // What a front end can cause at will, and what it may ask in vain.
+        if matches!(errno, libc::EINVAL | libc::EOPNOTSUPP | libc::EPERM | libc::EROFS | libc::EFAULT) {
+            return;
+        }
+        let now = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let Some(count) = self.due(now) else { return };
+        let text = line(path, request, errno, count);
+        // Workers write no log lines. If no thread can be started, the message is lost.
+        let thread = std::thread::Builder::new().name("vshunt-disk".to_owned());
+        sandbox::detach(ThreadKind::Session, thread, move || tracing::error!("{text}"));
+    }
+
+    /// Counts a failed request. Returns the number of those since the last line if a line is due.
+    fn due(&self, now_ms: u64) -> Option<u64> {
+        self.count.fetch_add(1, Relaxed);
+        let next = self.next_ms.load(Relaxed);
+        if now_ms < next {
+            return None;
+        }
+        // Another worker may write the line.
+        self.next_ms.compare_exchange(next, now_ms.saturating_add(INTERVAL_MS), Relaxed, Relaxed).ok()?;
+        Some(self.count.swap(0, Relaxed))
+    }
+}
+
+fn line(path: &Path, request: &Request, errno: i32, count: u64) -> String {
+    let (shown, at) = (path.display(), request.offset);
+    let what = match request.op {
+        Op::Flush => "a flush".to_owned(),
+        Op::Read | Op::Seek { .. } => format!("a read at byte {at}"),
+        Op::Write | Op::WriteCompressed => format!("a write at byte {at}"),
+        Op::Discard => format!("a discard at byte {at}"),
+        Op::WriteZeroes { .. } => format!("zeroing at byte {at}"),
+        Op::Allocate => format!("an allocation at byte {at}"),
+    };
+    let others = match count {
+        0 | 1 => String::new(),
+        n => format!(", as did {} other requests since the last such line", n - 1),
+    };
+    let remedy = match errno {
+        libc::ENOSPC | libc::EDQUOT => "; free space for the file, and let the guest try again",
+        _ => "; the kernel's log may have the reason",
+    };
+    format!("{shown}: {what} failed: {}{others}{remedy}", io::Error::from_raw_os_error(errno))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_line_in_an_interval_counts_the_others() {
+        let failures = Failures::default();
+        assert_eq!(failures.due(0), Some(1));
+        for now in 1..=4 {
+            assert_eq!(failures.due(now), None);
+        }
+        assert_eq!(failures.due(INTERVAL_MS - 1), None);
+        assert_eq!(failures.due(INTERVAL_MS), Some(6));
+        assert_eq!(failures.due(INTERVAL_MS + 1), None);
+        assert_eq!(failures.due(9 * INTERVAL_MS), Some(2));
+    }
+
+    #[test]
+    fn a_line_has_the_error_the_place_and_the_remedy() {
+        let mut io = crate::Io::default();
+        io.reset(Op::Write, 4096, false);
+        assert_eq!(
+            line(Path::new("/d.img"), &io.request, libc::ENOSPC, 3),
+            "/d.img: a write at byte 4096 failed: No space left on device (os error 28), as did 2 other requests \
+             since the last such line; free space for the file, and let the guest try again"
+        );
+        assert_eq!(
+            line(Path::new("/d.img"), &io.request, libc::EIO, 1),
+            "/d.img: a write at byte 4096 failed: Input/output error (os error 5); the kernel's log may have the \
+             reason"
+        );
+    }
+}
