@@ -8,6 +8,7 @@ mod attach;
 mod call;
 pub mod client;
 mod jobs;
+mod other_names;
 mod pages;
 mod passing;
 mod quit;

@@ -32,7 +32,8 @@ Exit status:
      a file that it names to be served or read as configuration is missing.
      Nothing was tried
   3  no daemon answers on the control socket
-  `vshunt image check` and `convert` have codes of their own: see their --help
+  `vshunt image check`, `compare`, `convert` and `dd` have codes of their own:
+  see their --help
 
 Environment:
   VSHUNT_CONTROL  the control socket, if -c/--control is not given

@@ -49,12 +49,18 @@ fn write_pages(command: &Command, directory: &Path) -> std::io::Result<()> {
     std::fs::write(directory.join(man.get_filename()), page)
 }
 
-/// Returns the text after the options as sections of a page, with its line breaks. A line
-/// `Heading:` without indent starts a section.
+/// Returns the text after the options as sections of a page. A line `Heading:` without indent
+/// starts a section, whose line breaks are kept. Text before the first one is the section NOTES: it
+/// would belong to the last option otherwise.
 fn sections(text: &str) -> String {
+    let heading_of =
+        |line: &'_ str| line.strip_suffix(':').filter(|h| !h.starts_with(' ')).map(str::to_owned);
     let mut out = String::new();
+    if text.lines().next().is_some_and(|line| heading_of(line).is_none()) {
+        out.push_str(".SH NOTES\n");
+    }
     for line in text.lines() {
-        let heading = line.strip_suffix(':').filter(|h| !h.starts_with(' '));
+        let heading = heading_of(line);
         let line = match heading {
             Some(heading) => format!(".fi\n.SH {}\n.nf", heading.to_uppercase()),
             None => {
@@ -109,6 +115,47 @@ mod tests {
             page,
             ".fi\n.SH NOTES\n.nf\n\\&'vshunt image' lists them.\n\\&.x\n.fi\n.SH EXAMPLES\n.nf\n  vshunt status\n.fi\n"
         );
+    }
+
+    #[test]
+    fn text_after_the_options_is_a_section() {
+        assert_eq!(
+            sections("Guests continue.\n\nExamples:\n  vshunt status\n"),
+            ".SH NOTES\nGuests continue.\n\n.fi\n.SH EXAMPLES\n.nf\n  vshunt status\n.fi\n"
+        );
+        let dir = tempfile::tempdir().unwrap();
+        write_man(dir.path()).unwrap();
+        for page in std::fs::read_dir(dir.path()).unwrap() {
+            let page = page.unwrap().path();
+            let text = std::fs::read_to_string(&page).unwrap();
+            // The last argument has its own text, and at most one paragraph more.
+            let last = text.rsplit(".TP\n").next().unwrap();
+            let glued = last.split(".SH").next().unwrap().lines().filter(|line| line.is_empty()).count();
+            assert!(glued <= 1, "{}: {last}", page.display());
+        }
+    }
+
+    /// The help and the guide name all commands with exit codes of their own.
+    #[test]
+    fn commands_with_exit_codes_of_their_own_are_named() {
+        let command = Cli::command();
+        let guide = include_str!("../../../../docs/guide/operations.md");
+        let own = "have codes of their own";
+        let help = command.get_after_long_help().unwrap().to_string();
+        let sentence = help.split(own).next().unwrap().lines().last().unwrap().to_owned();
+        let guide = guide.lines().find(|line| line.contains("[codes of their own]")).unwrap();
+        let image = command.find_subcommand("image").unwrap();
+        let mut count = 0;
+        for child in image.get_subcommands() {
+            let after = child.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+            if after.contains("Exit status:\n") {
+                count += 1;
+                let name = child.get_name();
+                assert!(sentence.contains(&format!("{name}`")), "{name}: {sentence}");
+                assert!(guide.contains(&format!("{name}`")), "{name}: {guide}");
+            }
+        }
+        assert_eq!(count, 4);
     }
 
     #[test]

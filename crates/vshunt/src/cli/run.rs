@@ -57,7 +57,7 @@ pub(super) fn run(cli: Cli) -> Outcome {
         Command::Bitmap(command) => jobs::bitmap(&mut connect()?, command),
         Command::Resize { disk, size, shrink } => resize(&mut connect()?, &disk, size, shrink),
         Command::Commit(args) => jobs::commit(&mut connect()?, args, cli.log.quiet),
-        Command::Snapshot(args) => snapshot::run(&mut connect()?, args),
+        Command::Snapshot(args) => snapshot::run(&mut connect()?, args, cli.log.quiet),
         Command::Quit { force } => quit::run(connect()?, force),
         Command::Qmp { command, arguments } => {
             let arguments = parse_arguments(arguments.as_deref())?;

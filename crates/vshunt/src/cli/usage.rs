@@ -9,6 +9,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, CommandFactory};
 
 use super::args::Cli;
+use super::other_names;
 use crate::image::absent;
 use crate::outcome::{Failure, Outcome, clap_failure};
 
@@ -21,7 +22,7 @@ const HEADING: &str = "Examples:\n";
 /// Converts an error of clap, and prints the usage if a subcommand is missing.
 pub(super) fn failure<T>(e: clap::Error, args: &[OsString]) -> Outcome<T> {
     let missing = [ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand, ErrorKind::MissingSubcommand];
-    if let Some(why) = absent(&e, args) {
+    if let Some(why) = absent(&e, args).or_else(|| other_name(&e, args)) {
         return Err(Failure::Usage(why));
     }
     if !missing.contains(&e.kind()) {
@@ -54,6 +55,22 @@ fn absent(e: &clap::Error, args: &[OsString]) -> Option<String> {
         }
         _ => None,
     }
+}
+
+/// Returns the message for a command that has another name in vshunt.
+fn other_name(e: &clap::Error, args: &[OsString]) -> Option<String> {
+    let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(name))) =
+        (e.kind(), e.get(ContextKind::InvalidSubcommand))
+    else {
+        return None;
+    };
+    let mut command = Cli::command();
+    command.build();
+    let before: Vec<_> = args.iter().take_while(|arg| *arg != name.as_str()).cloned().collect();
+    let at = named(command, &before);
+    let group = at.get_bin_name().and_then(|all| all.strip_prefix("vshunt ")).unwrap_or_default();
+    let space = if group.is_empty() { "" } else { " " };
+    other_names::remedy(group, name).map(|why| format!("there is no command {group}{space}{name}: {why}"))
 }
 
 /// Returns the last command that the arguments name. Words that are no command are values of
@@ -160,6 +177,30 @@ mod tests {
                     assert_eq!(absent::option(child.get_name(), &name), None, "{} {name}", child.get_name());
                 }
             }
+        }
+    }
+
+    #[test]
+    fn commands_that_have_another_name_here_are_named() {
+        let said = |words: &str| {
+            let args: Vec<OsString> = words.split(' ').map(Into::into).collect();
+            let failure = failure::<()>(Cli::try_parse_from(&args).unwrap_err(), &args).unwrap_err();
+            assert_eq!(failure.code(), 2, "{words}");
+            failure.to_string()
+        };
+        for (words, want) in [
+            ("stop", "there is no command stop: `vshunt quit` ends the daemon"),
+            ("-c /s stop", "there is no command stop: `vshunt quit`"),
+            ("umount /mnt", "no command umount: umount MOUNTPOINT"),
+            ("delete d0", "no command delete: say of what: `vshunt disk remove`"),
+            ("validate vm.toml", "no command validate: `vshunt config check`"),
+            ("disk delete d0", "no command disk delete: it is called remove"),
+            ("worker remove 1", "no command worker remove: it is called free"),
+            // Spelled alike.
+            ("statsu", "a similar subcommand exists: 'status'"),
+        ] {
+            let said = said(&format!("vshunt {words}"));
+            assert!(said.contains(want), "{words}: {said}");
         }
     }
 
