@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import time
 
 import pytest
@@ -67,6 +68,35 @@ def test_committed_under_load_by_socket(rig):
     r.require(load.interrupt() == 0, f"the load failed: {load.tail()}")
     disk.quit()
     checked(base)
+
+
+def test_a_commit_without_space(rig, mounts):
+    """On a full file system a commit fails, and says what to do; with space it succeeds."""
+    folder = rig.dir / "small"
+    folder.mkdir()
+    r.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder])
+    try:
+        base = folder / "base.raw"
+        with open(base, "wb") as f:
+            f.truncate(32 << 20)
+        disk = Disk(rig, base, "raw", name="cfull")
+        overlay = rig.dir / "cfull-over.qcow2"
+        said = disk.snapshot(overlay).stdout
+        r.require(said == f"d0 continues in {overlay}; serve it by this name from now on\n", f"the snapshot said {said!r}")
+        data = os.urandom(8 << 20)
+        with open(disk.file, "r+b", buffering=0) as f:
+            f.write(data)
+        done = disk.cli("commit", "d0", "--wait", check=False, timeout_s=120)
+        r.message_of(done, "No space left", f"disk d0 continues in its overlay: free space for {base}, and commit again")
+        r.require(disk.shown() == ("qcow2", str(overlay)), f"listed as {disk.shown()}")
+        r.run(["mount", "-o", "remount,size=64m", folder])
+        disk.cli("commit", "d0", "--wait", timeout_s=120)
+        r.require(disk.shown() == ("raw", str(base)), f"listed as {disk.shown()}")
+        disk.quit()
+        with open(base, "rb") as f:
+            r.require(f.read(len(data)) == data, "the commit lost data")
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
 def test_a_commit_that_is_cancelled_or_killed(rig, mounts):

@@ -53,6 +53,13 @@ impl Error {
         self
     }
 
+    /// Puts what to do behind the message: `message; remedy`.
+    #[must_use]
+    pub fn remedy(mut self, remedy: impl fmt::Display) -> Self {
+        self.message = format!("{}; {remedy}", self.message);
+        self
+    }
+
     /// Returns the class of the failure.
     pub fn kind(&self) -> Kind {
         self.kind

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use vshunt_engine::QueueSet;
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{JobInfo, JobStatus, QueueInfo};
+use vshunt_types::spec::{JobInfo, JobKind, JobStatus, QueueInfo};
 
 use super::Daemon;
 use crate::event::Event;
@@ -128,7 +128,7 @@ impl Daemon {
                 state.done = work.copy.done.load(Relaxed);
             }
             state.ended = ended;
-            state.error = result.err().filter(|_| !state.cancelled).map(|e| e.to_string());
+            state.error = result.err().filter(|_| !state.cancelled).map(|e| remedied(e, job).to_string());
             state.status = JobStatus::Concluded;
             drop(state);
             let over: Vec<_> = registry.jobs.values().filter(|j| j.is_concluded()).cloned().collect();
@@ -173,5 +173,19 @@ impl Daemon {
             job.active().map(|w| queue_info(&job.id, 0, w.queue.placement(0), w.queue.stats(0), false))
         };
         jobs.iter().filter_map(info).collect()
+    }
+}
+
+/// Adds to the error of a job what to do against it.
+fn remedied(e: Error, job: &Job) -> Error {
+    match (e.errno(), job.kind) {
+        (Some(libc::ENOSPC | libc::EDQUOT), JobKind::Commit) => e.remedy(format_args!(
+            "disk {} continues in its overlay: free space for {}, and commit again",
+            job.disk, job.target
+        )),
+        (Some(libc::ENOSPC | libc::EDQUOT), JobKind::Backup) => {
+            e.remedy("free space there, or choose a target on another file system")
+        }
+        _ => e,
     }
 }
