@@ -46,6 +46,7 @@
 mod attach;
 mod eventfd;
 mod kernel;
+mod limits;
 mod mailbox;
 mod observer;
 mod placement;
@@ -64,6 +65,10 @@ mod wait;
 pub use attach::{DRAIN_LIMIT, QueueSet};
 pub use eventfd::EventFd;
 pub use kernel::KernelWorker;
+pub use limits::{
+    Direction, LimitCell, LimitGate, LimitGroup, LimitMember, Rate as LimitRate, RateSet as LimitRateSet,
+    Rates as LimitRates,
+};
 pub use observer::Observer;
 pub use placement::Placement;
 pub use poll_state::{PollEvent, PollState};

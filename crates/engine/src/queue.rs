@@ -123,6 +123,8 @@ pub struct QueueStats {
     pub kicks: AtomicU64,
     /// Notifications sent.
     pub notifications: AtomicU64,
+    /// Nanoseconds that requests waited for limits.
+    pub limited_ns: AtomicU64,
 }
 
 impl QueueStats {

@@ -293,6 +293,15 @@ impl Uring {
         unsafe { self.push(entry, token) }
     }
 
+    /// Asks for a completion after the time `after`, like [`timeout`](Self::timeout).
+    ///
+    /// # Safety
+    /// `after` stays valid and unchanged until its completion was taken.
+    pub unsafe fn timer(&mut self, after: *const types::Timespec, token: Token) {
+        // SAFETY: the caller promises that the time stays valid.
+        unsafe { self.push(opcode::Timeout::new(after).build(), token) }
+    }
+
     /// Ends the operation with that token. It completes, with -ECANCELED if it was still in flight.
     /// The cancellation itself has no completion.
     pub fn cancel(&mut self, token: Token) {

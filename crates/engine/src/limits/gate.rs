@@ -1,0 +1,155 @@
+//! A queue's view of its limits: it asks, waits on a timer of its worker's io_uring, and counts the
+//! time.
+
+use std::sync::Arc;
+
+use io_uring::types::Timespec;
+
+use super::group::{LimitCell, LimitMember};
+use super::{Direction, TICKS_PER_NS, TIMER_TICKS_MAX, TIMER_TICKS_MIN, Ticks, now};
+use crate::queue::QueueStats;
+use crate::uring::{Token, Uring};
+
+/// Asks for the requests of one queue. It belongs to the queue and moves with it.
+///
+/// A queue calls [`begin`](Self::begin) when it starts to take, and [`ask`](Self::ask) for each
+/// request if there are limits. If a request must wait, it calls [`hold`](Self::hold), takes
+/// nothing more, and [has no work](crate::Queue::has_work) while [`is_held`](Self::is_held). The
+/// completion of the timer goes to [`expired`](Self::expired).
+#[derive(Debug)]
+pub struct LimitGate {
+    cell: Arc<LimitCell>,
+    queue: u16,
+    generation: u32,
+    member: Option<Arc<LimitMember>>,
+    now: Ticks,
+    until: Ticks,
+    /// While a timer runs: when it was armed.
+    held_at: Option<Ticks>,
+    /// Boxed, because the kernel reads it.
+    timer: Box<Timespec>,
+}
+
+impl LimitGate {
+    /// Makes the gate of queue `queue` of an export.
+    pub fn new(cell: Arc<LimitCell>, queue: u16) -> Self {
+        let (generation, member) = (cell.generation(), cell.member());
+        Self {
+            cell,
+            queue,
+            generation,
+            member,
+            now: 0,
+            until: 0,
+            held_at: None,
+            timer: Box::new(Timespec::new()),
+        }
+    }
+
+    /// Returns whether there are limits. Called before requests are taken.
+    #[inline]
+    pub fn begin(&mut self) -> bool {
+        if self.cell.generation() != self.generation {
+            self.change();
+        }
+        if self.member.is_none() {
+            return false;
+        }
+        self.now = now();
+        true
+    }
+
+    #[cold]
+    fn change(&mut self) {
+        self.leave();
+        // The generation first: with a later member, the next call changes again.
+        self.generation = self.cell.generation();
+        self.member = self.cell.member();
+    }
+
+    fn leave(&self) {
+        if let Some(member) = &self.member {
+            member.forget(self.queue);
+        }
+    }
+
+    /// Asks whether a request may start, and pays for it if so.
+    #[inline]
+    pub fn ask(&mut self, direction: Direction, bytes: u64) -> bool {
+        let Some(member) = &self.member else { return true };
+        match member.ask(self.queue, Some(direction), self.now) {
+            Ok(()) => {
+                member.charge(direction, bytes);
+                true
+            }
+            Err(until) => {
+                self.until = until;
+                false
+            }
+        }
+    }
+
+    /// Asks whether the next request may start, whatever it is. For transports that cannot return
+    /// a request. Its [`charge`](Self::charge) follows.
+    #[inline]
+    pub fn ask_any(&mut self) -> bool {
+        let Some(member) = &self.member else { return true };
+        match member.ask(self.queue, None, self.now) {
+            Ok(()) => true,
+            Err(until) => {
+                self.until = until;
+                false
+            }
+        }
+    }
+
+    /// Pays for a request that starts without having asked, or after [`ask_any`](Self::ask_any).
+    #[inline]
+    pub fn charge(&self, direction: Direction, bytes: u64) {
+        if let Some(member) = &self.member {
+            member.charge(direction, bytes);
+        }
+    }
+
+    /// Arms the timer until the time at which the queue should ask again.
+    #[cold]
+    pub fn hold(&mut self, uring: &mut Uring, token: Token) {
+        if self.held_at.is_some() {
+            return;
+        }
+        let now = now();
+        let wait = self.until.saturating_sub(now).clamp(TIMER_TICKS_MIN, TIMER_TICKS_MAX) / TICKS_PER_NS;
+        // The clamp keeps it below a second.
+        *self.timer = Timespec::new().nsec(u32::try_from(wait).unwrap_or(u32::MAX));
+        self.held_at = Some(now);
+        // SAFETY: the time is boxed and does not change until the timer's completion, without which
+        // the queue neither leaves its worker nor is dropped (`is_held`).
+        unsafe { uring.timer(&raw const *self.timer, token) };
+    }
+
+    /// Returns whether the timer runs. The queue then takes nothing, and is not at rest.
+    #[inline]
+    pub fn is_held(&self) -> bool {
+        self.held_at.is_some()
+    }
+
+    /// Handles the completion of the timer: the queue may ask again.
+    pub fn expired(&mut self, stats: &QueueStats) {
+        if let Some(since) = self.held_at.take() {
+            QueueStats::add(&stats.limited_ns, now().saturating_sub(since) / TICKS_PER_NS);
+        }
+    }
+
+    /// Ends the timer, because the queue leaves its worker. Its completion still comes.
+    pub fn disarm(&self, uring: &mut Uring, token: Token) {
+        if self.is_held() {
+            uring.cancel(token);
+        }
+    }
+}
+
+impl Drop for LimitGate {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
