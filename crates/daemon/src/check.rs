@@ -13,7 +13,8 @@ use vshunt_net::switch;
 use vshunt_tap as tap;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{
-    DiskSpec, ExportKind, ExportSpec, NetKind, NetSpec, VLAN_MAX, WorkerKind, WorkerSpec, Workers as Spread,
+    DiskSpec, Engine, ExportKind, ExportSpec, LimitsSpec, NetKind, NetSpec, VLAN_MAX, WorkerKind, WorkerSpec,
+    Workers as Spread,
 };
 use vshunt_vhost_user::blk::SERIAL_MAX;
 
@@ -117,6 +118,12 @@ impl Check for ExportSpec {
             return wrong(e.to_string());
         }
         check_port(self)?;
+        if let Some(limits) = &self.limits {
+            check_limits(&self.name, limits)?;
+            if self.engine == Some(Engine::Kernel) {
+                return wrong("the kernel has no limits; leave out engine=kernel, or the limits".to_owned());
+            }
+        }
         if self.workers == Spread::Count(0) {
             return wrong("workers=0 would serve nothing; give 1 or more, or per-queue".to_owned());
         }
@@ -175,6 +182,12 @@ fn check_port(spec: &ExportSpec) -> Result<()> {
         )),
         _ => Ok(()),
     }
+}
+
+/// Checks the limits of an export.
+pub(super) fn check_limits(export: &str, limits: &LimitsSpec) -> Result<()> {
+    limits.check().map_err(|why| Error::invalid(format!("export {export}: {why}")))?;
+    limits.group.as_deref().map_or(Ok(()), |group| check_name("group", group))
 }
 
 /// Returns the given options of a port of a switch. They have no effect on a tap.
@@ -287,6 +300,7 @@ fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool
         ("mode", &[VhostUserBlk, VhostUserNet], spec.mode.is_some()),
         ("engine", &[VhostUserBlk, VhostUserNet], spec.engine.is_some()),
         ("memory-may-block", &[VhostUserBlk, VhostUserNet], spec.memory_may_block.is_some()),
+        ("limits", &[VhostUserBlk, Fuse], spec.limits.is_some()),
         ("serial", &[VhostUserBlk], spec.serial.is_some()),
         ("block-size", &[VhostUserBlk], spec.block_size.is_some()),
         ("readonly", &[VhostUserBlk], spec.readonly),

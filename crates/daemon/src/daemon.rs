@@ -3,6 +3,7 @@
 mod bitmaps;
 mod convert;
 mod jobs;
+mod limits;
 mod nets;
 mod resize;
 mod snapshot;
@@ -16,7 +17,7 @@ use vshunt_types::sync::{Locked, LockedShared};
 
 use vshunt_block::{Disk, sweep_journals};
 use vshunt_engine::Observer;
-use vshunt_engine::{DEFAULT_POLL_US, Settings, WorkerId, Workers};
+use vshunt_engine::{DEFAULT_POLL_US, LimitCell, Settings, WorkerId, Workers};
 use vshunt_fuse::mount::{identity, remove_left_behind, uncover};
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 use vshunt_types::error::{Error, Result};
@@ -30,6 +31,7 @@ use crate::check::{Check, settings};
 use crate::disk_entry::DiskEntry;
 use crate::event::{Event, Listener};
 use crate::export::{Backend, Export, Moved, removing};
+use crate::limits::LimitGroups;
 use crate::registry::{ExportEntry, Phase, Registry, no_disk, no_export};
 use crate::watched::Watched;
 
@@ -64,6 +66,7 @@ pub struct Daemon {
     pub(super) changed: Condvar,
     pub(super) workers: Arc<Workers>,
     listeners: RwLock<Vec<Listener>>,
+    limits: LimitGroups,
     pub(super) this: Weak<Daemon>,
 }
 
@@ -128,6 +131,7 @@ impl Daemon {
             changed: Condvar::new(),
             workers,
             listeners: RwLock::default(),
+            limits: LimitGroups::default(),
             this: this.clone(),
         }))
     }
@@ -334,7 +338,15 @@ impl Daemon {
     fn make(&self, spec: ExportSpec, backend: Backend, prepare: &dyn Fn() -> Result<()>) -> Result<()> {
         let name = spec.name.clone();
         let observer = ExportObserver { name: name.clone(), daemon: self.this.clone() };
-        let made = Export::create(spec, backend, &self.workers, Arc::new(observer), prepare);
+        // Before the first request can come.
+        let limits = spec.limits.clone();
+        let cell = Arc::<LimitCell>::default();
+        let limited = limits.map_or(Ok(()), |limits| self.limits.set(&name, &cell, &limits));
+        let made = limited
+            .and_then(|()| Export::create(spec, backend, &self.workers, Arc::new(observer), prepare, cell));
+        if made.is_err() {
+            self.limits.lift(&name);
+        }
         let mut state = self.state();
         let result = match made {
             Ok(export) => {
@@ -420,6 +432,7 @@ impl Daemon {
     /// a limit.
     fn end(&self, name: &str, export: &Export) {
         export.remove();
+        self.limits.lift(name);
         {
             let mut state = self.state();
             state.exports.remove(name);
@@ -438,7 +451,12 @@ impl Daemon {
             Some((export, matches!(entry.phase, Phase::Removing(_))))
         };
         let shown: Vec<_> = self.state().exports.values().filter_map(shown).collect();
-        shown.into_iter().map(|(export, removing)| ExportInfo { removing, ..export.info() }).collect()
+        let info = |(export, removing): (Arc<Export>, _)| {
+            let mut info = ExportInfo { removing, ..export.info() };
+            info.spec.limits = self.limits.of(&export.spec.name);
+            info
+        };
+        shown.into_iter().map(info).collect()
     }
 
     pub(super) fn shown(&self) -> Vec<Arc<Export>> {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use vshunt_block::Disk;
 use vshunt_engine::Observer;
-use vshunt_engine::{DRAIN_LIMIT, QueueStats, State, WorkerId, Workers};
+use vshunt_engine::{DRAIN_LIMIT, LimitCell, QueueStats, State, WorkerId, Workers};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Engine, ExportInfo, ExportKind, ExportSpec, QueueInfo};
 use vshunt_types::sync::LockedShared;
@@ -38,6 +38,8 @@ pub(super) struct Export {
     own_workers: Vec<WorkerId>,
     workers: Arc<Workers>,
     since: Instant,
+    /// The limits, which its queues read.
+    limits: Arc<LimitCell>,
     /// Set by the removal, when the queues are at rest.
     moved: OnceLock<Moved>,
 }
@@ -63,15 +65,23 @@ impl Export {
         workers: &Arc<Workers>,
         observer: Arc<dyn Observer>,
         prepare_image: &dyn Fn() -> Result<()>,
+        limits: Arc<LimitCell>,
     ) -> Result<Self> {
         let (prepared, readonly) = Prepared::open(&mut spec, backend)?;
         let mut own_workers = Vec::new();
-        let start = Start { spec: &spec, workers, observer, prepare_image, own_workers: &mut own_workers };
+        let start = Start {
+            spec: &spec,
+            workers,
+            observer,
+            prepare_image,
+            own_workers: &mut own_workers,
+            limits: &limits,
+        };
         match start.run(prepared) {
             Ok(served) => {
                 let served = RwLock::new(Some(served));
                 let (workers, since, moved) = (workers.clone(), Instant::now(), OnceLock::new());
-                Ok(Self { spec, readonly, served, own_workers, workers, since, moved })
+                Ok(Self { spec, readonly, served, own_workers, workers, since, limits, moved })
             }
             Err(e) => {
                 workers.end_these(&own_workers);
@@ -164,6 +174,33 @@ impl Export {
         match &*self.served() {
             Some(served) => f(&served.queues),
             None => Err(removing(&self.spec.name)),
+        }
+    }
+
+    /// Returns where its queues find its limits.
+    pub(super) fn limits(&self) -> &Arc<LimitCell> {
+        &self.limits
+    }
+
+    /// Checks that its requests can be limited.
+    pub(super) fn check_limitable(&self) -> Result<()> {
+        let name = &self.spec.name;
+        if !matches!(self.spec.kind, ExportKind::VhostUserBlk | ExportKind::Fuse) {
+            return Err(Error::unsupported(format!(
+                "export {name} is not of a disk; only those can have limits"
+            )));
+        }
+        match &*self.served() {
+            Some(served) if served.queues.kernel().is_some() => Err(Error::unsupported(format!(
+                "export {name} is served by the kernel, which has no limits: remove it, and add it with engine=user"
+            ))),
+            Some(Served { frontend: Frontend::Fuse(mount), .. }) if mount.plan().passthrough => {
+                Err(Error::unsupported(format!(
+                    "export {name} has passthrough, by which the kernel reads and writes the image without limits: remove it, \
+                     and add it with passthrough=off"
+                )))
+            }
+            _ => Ok(()),
         }
     }
 
@@ -311,6 +348,7 @@ pub(super) fn queue_info(
         write_bytes: stats.write_bytes.load(Relaxed),
         kicks: stats.kicks.load(Relaxed),
         notifications: stats.notifications.load(Relaxed),
+        limited_us: stats.limited_ns.load(Relaxed) / 1000,
         net: None,
     }
 }

@@ -42,6 +42,7 @@ mod drained;
 mod event;
 mod export;
 mod job;
+mod limits;
 mod net;
 mod registry;
 #[cfg(test)]

@@ -23,7 +23,7 @@
 //!     observer: Arc<dyn Observer>,
 //! ) -> Result<()> {
 //!     let plan = plan(spec, &disk, 1024, 4)?;
-//!     let fuse = Fuse::start(spec, plan, disk, queues, observer, &|| Ok(()))?;
+//!     let fuse = Fuse::start(spec, plan, disk, queues, observer, &|| Ok(()), Arc::default())?;
 //!     println!("{} is mounted", fuse.below().0.display());
 //!     fuse.release()?;
 //!     fuse.stop();
@@ -58,7 +58,7 @@ use vshunt_types::sync::Locked;
 
 use vshunt_block::own_mounts::{Making, OwnMount};
 use vshunt_block::{Disk, SECTOR_BYTES};
-use vshunt_engine::{EventFd, Observer, Queue, QueueSet};
+use vshunt_engine::{EventFd, LimitCell, Observer, Queue, QueueSet};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{ExportSpec, Transport};
 
@@ -107,7 +107,7 @@ impl Inner {
 impl Fuse {
     /// Mounts and serves an export. `queues` has as many queues as the plan says. `prepare` is
     /// called when the mountpoint is ready, and before anything is mounted: it may open the image
-    /// by its name, even if the mount will cover that name.
+    /// by its name, even if the mount will cover that name. Requests wait for `limits`.
     ///
     /// # Errors
     /// Those of the mountpoint and the mount, see [`mount`]. Nothing is left behind.
@@ -118,6 +118,7 @@ impl Fuse {
         queues: &Arc<QueueSet>,
         observer: Arc<dyn Observer>,
         prepare: &dyn Fn() -> Result<()>,
+        limits: Arc<LimitCell>,
     ) -> Result<Self> {
         let Some(path) = &spec.mountpoint else {
             return Err(Error::invalid(format!("export {}: mountpoint=PATH is missing", spec.name)));
@@ -155,6 +156,7 @@ impl Fuse {
             disk: disk.clone(),
             writable,
             growable: spec.growable.unwrap_or(false),
+            limits,
             opens: opens.clone(),
             backing_id: backing,
             on_event: Box::new(move |event| match (weak.upgrade(), event) {

@@ -169,6 +169,9 @@ fn passthrough(spec: &ExportSpec, disk: &Disk) -> Result<(), String> {
     if spec.passthrough == Some(Passthrough::Off) {
         return Err("it is switched off".to_owned());
     }
+    if spec.limits.is_some() {
+        return Err("the kernel would not keep the limits".to_owned());
+    }
     let Some(image) = disk.image() else {
         return Err("only a raw image is a file that the kernel can go to".to_owned());
     };

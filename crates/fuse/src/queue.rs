@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use vshunt_block::{DiskHandle, Io, Step};
-use vshunt_engine::EventFd;
+use vshunt_engine::{EventFd, LimitGate};
 use vshunt_engine::{Forwarder, Queue, QueueStats, Token, Uring};
 
 use self::blocking::CompletionQueue;
@@ -35,7 +35,7 @@ use self::per_slot::PerSlot;
 use self::rmw_lock::WriteShare;
 use self::serve::NextStep;
 pub(crate) use self::shared::{FuseShared, MountConfig};
-use self::transport::{Failure, Next, OP_DISK, OP_EVENTFD, OP_TRANSPORT, PollOp, QueueTransport};
+use self::transport::{Failure, Next, OP_DISK, OP_EVENTFD, OP_LIMIT, OP_TRANSPORT, PollOp, QueueTransport};
 pub(crate) use self::uring::{RingQueue, UringTransport};
 
 /// The longest read or write, bytes. The kernel is asked to keep to it.
@@ -101,6 +101,7 @@ pub(crate) struct FuseQueue<T: QueueTransport> {
     replied: u32,
     /// Data of the requests taken in this iteration.
     iteration_bytes: u64,
+    limit: LimitGate,
     // Any thread's.
     completions: Arc<CompletionQueue>,
     write_share: Arc<WriteShare>,
@@ -162,6 +163,7 @@ impl<T: QueueTransport> FuseQueue<T> {
             deferred: Vec::new(),
             replied: 0,
             iteration_bytes: 0,
+            limit: LimitGate::new(shared.limits.clone(), index),
             completions: Arc::new(CompletionQueue::new(eventfd.clone())),
             write_share: shared.write_share(index).ok_or(std::io::ErrorKind::InvalidInput)?,
             shared,
@@ -295,11 +297,20 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
     fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
         self.iteration_bytes = 0;
         let mut taken = 0;
+        let limited = self.limit.begin();
         while taken < budget && self.iteration_bytes < ITERATION_BYTES {
+            // A request that is read cannot be returned, and what it is is not known before.
+            if limited && !self.limit.ask_any() {
+                self.limit.hold(uring, place.with(0, OP_LIMIT));
+                break;
+            }
             match self.transport.next(&self.buffers) {
                 Next::Request(request) => {
                     taken += 1;
                     self.in_flight += 1;
+                    if limited {
+                        self.charge(&request);
+                    }
                     self.begin(uring, place, &request);
                     if request.is_last {
                         break;
@@ -329,6 +340,10 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
                 }
                 0
             }
+            OP_LIMIT => {
+                self.limit.expired(&self.stats);
+                0
+            }
             _ => {
                 if !more {
                     self.eventfd_poll = PollOp::Off;
@@ -352,16 +367,20 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
     }
 
     fn has_work(&self) -> bool {
-        self.transport.has_work()
+        !self.limit.is_held() && self.transport.has_work()
     }
 
     fn wake(&mut self) {}
 
     fn look(&self) -> bool {
-        self.transport.look()
+        !self.limit.is_held() && self.transport.look()
     }
 
     fn sleep(&mut self, uring: &mut Uring, place: Token, _after: u32) -> bool {
+        if self.limit.is_held() {
+            // The timer wakes the worker, which then looks at the queue.
+            return false;
+        }
         self.transport.sleep(uring, place);
         self.has_work()
     }
@@ -370,6 +389,7 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
         self.is_leaving = true;
         self.is_closing = self.shared.has_ended();
         self.transport.disarm(uring, place);
+        self.limit.disarm(uring, place.with(0, OP_LIMIT));
         self.end_eventfd_poll(uring, place);
     }
 
@@ -379,6 +399,7 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
             && self.eventfd_poll == PollOp::Off
             && self.tasks == 0
             && self.in_flight == 0
+            && !self.limit.is_held()
     }
 
     fn leave(&mut self, uring: &mut Uring) {

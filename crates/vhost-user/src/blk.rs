@@ -14,7 +14,7 @@ use virtio::features::{
     VIRTIO_F_RING_PACKED, VIRTIO_F_VERSION_1, VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC, bit,
 };
 use vshunt_block::Disk;
-use vshunt_engine::Queue;
+use vshunt_engine::{LimitCell, Queue};
 use vshunt_types::spec::Cache;
 use vshunt_virtqueue::RingParts;
 
@@ -73,6 +73,18 @@ impl BlkDevice {
     /// Makes a device of `queues` virtqueues. `block_size` in bytes; 0 takes the block size of the
     /// disk.
     pub fn new(disk: Arc<Disk>, queues: u16, block_size: u32, serial: &str, readonly: bool) -> Self {
+        Self::limited(disk, queues, block_size, serial, readonly, Arc::default())
+    }
+
+    /// Makes a device like [`new`](Self::new), whose requests wait for the limits in `limits`.
+    pub fn limited(
+        disk: Arc<Disk>,
+        queues: u16,
+        block_size: u32,
+        serial: &str,
+        readonly: bool,
+        limits: Arc<LimitCell>,
+    ) -> Self {
         let mut id = [0; SERIAL_MAX];
         copy_start(&mut id, serial.as_bytes());
         let readonly = readonly || disk.readonly();
@@ -85,6 +97,7 @@ impl BlkDevice {
             writethrough_until_flush: AtomicBool::new(false),
             max_zero_sectors: ZERO_SECTORS_MAX,
             max_discard_sectors: discard.unwrap_or(ZERO_SECTORS_MAX).min(ZERO_SECTORS_MAX),
+            limits,
         };
         let block_size = if block_size == 0 { disk.limits().block_size } else { block_size };
         let device = Self {
@@ -262,8 +275,8 @@ impl Device for BlkDevice {
         (ring < self.queues).then_some(RingPlace { queue: ring, nth: 0 })
     }
 
-    fn queue(&self, _: RingPlace, parts: RingParts, _others: Option<Box<dyn Queue>>) -> Box<dyn Queue> {
-        Box::new(BlkQueue::new(parts, self.shared.clone()))
+    fn queue(&self, place: RingPlace, parts: RingParts, _others: Option<Box<dyn Queue>>) -> Box<dyn Queue> {
+        Box::new(BlkQueue::new(parts, self.shared.clone(), place.queue))
     }
 }
 

@@ -10,12 +10,14 @@ mod access;
 mod drops;
 mod idle;
 mod job;
+mod limits;
 mod net;
 mod port;
 
 pub use access::{SocketAccess, SocketMode};
 pub use drops::{DROP_REASONS, DropReason, NetDrops};
 pub use job::{BackupSpec, BitmapInfo, BitmapSpec, JobInfo, JobKind, JobStatus};
+pub use limits::{Burst, LIMIT_MAX, LimitsSpec};
 pub use net::{
     AddressOrigin, Mac, NetAddress, NetCounters, NetInfo, NetKind, NetQueueCounters, NetSpec, Steering,
     text_or_number,
@@ -333,6 +335,10 @@ pub struct ExportSpec {
     /// fuse: whether the kernel may read and write the image itself. Absent: `auto`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passthrough: Option<Passthrough>,
+    /// vhost-user-blk, fuse: limits of operations and bytes per second. They can be changed at run
+    /// time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitsSpec>,
 }
 
 impl ExportSpec {
@@ -479,6 +485,9 @@ pub struct QueueInfo {
     pub kicks: u64,
     /// Notifications sent to the guest. Of a mount: replies.
     pub notifications: u64,
+    /// How long the queue waited for its limits, in microseconds.
+    #[serde(default)]
+    pub limited_us: u64,
     /// vhost-user-net, uplink: frames in each direction.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub net: Option<NetQueueCounters>,

@@ -8,6 +8,7 @@ mod attach;
 mod call;
 pub mod client;
 mod jobs;
+mod limit;
 mod other_names;
 mod pages;
 mod passing;

@@ -29,7 +29,8 @@ pub(crate) use size_rule;
 
 /// Keys whose numbers may have a size suffix. The others are plain counts: `queues=1K` is a typing
 /// error.
-const SIZE_KEYS: [&str; 4] = ["size", "block-size", "cache-size", "cluster_size"];
+const SIZE_KEYS: [&str; 8] =
+    ["size", "block-size", "cache-size", "cluster_size", "bps", "bps-read", "bps-write", "iops-size"];
 
 /// Keys whose values are paths.
 const PATH_KEYS: [&str; 4] = ["file", "socket", "mountpoint", "netns"];
@@ -115,7 +116,36 @@ pub(crate) fn parse_keys<T: DeserializeOwned>(
     let pairs = split(text)?;
     let kind = pairs.iter().find(|(key, _)| key == "type").map(|(_, value)| value.as_str());
     let listed = |key: &str| belongs(kind, key);
-    T::deserialize(Pairs { rest: pairs.iter(), value: None, keys: &[], listed: &listed })
+    let entries = nested(&pairs);
+    T::deserialize(Pairs { rest: entries.iter(), value: None, keys: &[], listed: &listed })
+}
+
+/// What a key of a list has.
+enum Entry<'a> {
+    Text(&'a str),
+    /// The keys of an object and their values: `limits.iops=5000` is the key `iops` of `limits`.
+    Object(Vec<(&'a str, Entry<'a>)>),
+}
+
+/// Returns the keys of a list, with the keys of one object together.
+fn nested(pairs: &[(String, String)]) -> Vec<(&str, Entry<'_>)> {
+    let mut entries: Vec<(&str, Entry<'_>)> = Vec::new();
+    for (key, text) in pairs {
+        let text = Entry::Text(text);
+        let Some((object, key)) = key.split_once('.') else {
+            entries.push((key, text));
+            continue;
+        };
+        let known = entries.iter_mut().find_map(|(name, entry)| match entry {
+            Entry::Object(keys) if *name == object => Some(keys),
+            _ => None,
+        });
+        match known {
+            Some(keys) => keys.push((key, text)),
+            None => entries.push((object, Entry::Object(vec![(key, text)]))),
+        }
+    }
+    entries
 }
 
 /// Returns the value of a key in a list. None if it is not given, or the list is not valid.
@@ -251,8 +281,9 @@ fn take_value(text: &str) -> (String, Option<&str>) {
 }
 
 struct Pairs<'a> {
-    rest: std::slice::Iter<'a, (String, String)>,
-    value: Option<Value<'a>>,
+    rest: std::slice::Iter<'a, (&'a str, Entry<'a>)>,
+    /// The key that was read last, and what it has.
+    value: Option<(&'a str, &'a Entry<'a>)>,
     /// The keys of the type. Empty until the type has told them.
     keys: &'static [&'static str],
     /// Whether an error message should list a key.
@@ -275,8 +306,12 @@ impl<'de> de::Deserializer<'de> for Pairs<'_> {
         visitor.visit_map(Self { keys, ..self })
     }
 
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, KeyvalError> {
+        visitor.visit_some(self)
+    }
+
     serde::forward_to_deserialize_any! {
-        bool i8 i16 i32 i64 u8 u16 u32 u64 f32 f64 char str string bytes byte_buf option unit unit_struct
+        bool i8 i16 i32 i64 u8 u16 u32 u64 f32 f64 char str string bytes byte_buf unit unit_struct
         newtype_struct seq tuple tuple_struct map enum identifier ignored_any
     }
 }
@@ -285,9 +320,9 @@ impl<'de> MapAccess<'de> for Pairs<'_> {
     type Error = KeyvalError;
 
     fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<Option<K::Value>, KeyvalError> {
-        let Some((key, text)) = self.rest.next() else { return Ok(None) };
-        self.value = Some(Value { key, text });
-        let name: StrDeserializer<'_, KeyvalError> = key.as_str().into_deserializer();
+        let Some((key, entry)) = self.rest.next() else { return Ok(None) };
+        self.value = Some((key, entry));
+        let name: StrDeserializer<'_, KeyvalError> = (*key).into_deserializer();
         let known = seed.deserialize(name).map_err(|e| match self.keys {
             [] => e,
             keys => {
@@ -299,9 +334,15 @@ impl<'de> MapAccess<'de> for Pairs<'_> {
     }
 
     fn next_value_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<S::Value, KeyvalError> {
-        let value = self.value.take().ok_or_else(|| de::Error::custom("value asked for before its key"))?;
-        let key = value.key;
-        seed.deserialize(value).map_err(|KeyvalError(why)| {
+        let (key, entry) =
+            self.value.take().ok_or_else(|| de::Error::custom("value asked for before its key"))?;
+        let value = match entry {
+            Entry::Text(text) => seed.deserialize(Value { key, text }),
+            Entry::Object(keys) => {
+                seed.deserialize(Pairs { rest: keys.iter(), value: None, keys: &[], listed: &|_| true })
+            }
+        };
+        value.map_err(|KeyvalError(why)| {
             // The derived message for an untagged variant names a Rust type, which does not help
             // users.
             let why = if key == "workers" { WORKERS.to_owned() } else { why };
@@ -422,6 +463,19 @@ impl<'de> de::Deserializer<'de> for Value<'_> {
         visitor.visit_seq(Cpus(parse_cpus(self.text)?.into_iter()))
     }
 
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _name: &'static str,
+        keys: &'static [&'static str],
+        _visitor: V,
+    ) -> Result<V::Value, KeyvalError> {
+        let (key, first) = (self.key, keys.first().copied().unwrap_or_default());
+        Err(KeyvalError(format!(
+            "it has keys of its own; write {key}.{first}=…; they are {}",
+            keys.join(", ")
+        )))
+    }
+
     fn deserialize_enum<V: Visitor<'de>>(
         self,
         _name: &'static str,
@@ -433,7 +487,7 @@ impl<'de> de::Deserializer<'de> for Value<'_> {
     }
 
     serde::forward_to_deserialize_any! {
-        i8 i16 f32 f64 char bytes byte_buf unit unit_struct tuple tuple_struct map struct identifier ignored_any
+        i8 i16 f32 f64 char bytes byte_buf unit unit_struct tuple tuple_struct map identifier ignored_any
     }
 }
 

@@ -21,6 +21,7 @@ use crate::{cli, keyval, metrics, program};
 const FILES: &[(&str, &str)] = &[
     ("crates/vshunt-types/src/spec.rs", ""),
     ("crates/vshunt-types/src/spec/job.rs", ""),
+    ("crates/vshunt-types/src/spec/limits.rs", ""),
     ("crates/vshunt-types/src/spec/net.rs", ""),
     ("crates/vshunt-types/src/spec/port.rs", ""),
     ("crates/sandbox/src/lib.rs", ""),
@@ -32,6 +33,7 @@ const FILES: &[(&str, &str)] = &[
     ("crates/vshunt/src/qmp/commands/native.rs", "native::"),
     ("crates/vshunt/src/qmp/commands/qemu.rs", "qemu::"),
     ("crates/vshunt/src/qmp/commands/snapshot.rs", "snapshot::"),
+    ("crates/vshunt/src/qmp/commands/throttle.rs", "throttle::"),
 ];
 
 /// The objects in lists and in `status --json`, in the order of the page.
@@ -42,6 +44,7 @@ const OBJECTS: &[&str] = &[
     "NetCounters",
     "NetAddress",
     "ExportInfo",
+    "LimitsSpec",
     "MountInfo",
     "PortInfo",
     "QueueInfo",
@@ -77,7 +80,9 @@ fn cell(text: &str) -> String {
 /// Replaces the names of pages in a text (`see backup.md`) by links.
 fn linked(text: &str) -> String {
     let mut text = text.to_owned();
-    for page in ["backup.md", "snapshots.md", "sandbox.md", "control.md", "reference/metrics.md"] {
+    for page in
+        ["backup.md", "snapshots.md", "sandbox.md", "control.md", "reference/metrics.md", "guide/limits.md"]
+    {
         let from = text.replace(&format!("docs/{page}"), page);
         text = from.replace(page, &format!("[{page}](../{page})"));
     }
@@ -204,9 +209,13 @@ fn config() -> String {
     );
     let settings: Vec<_> = source.members("config::File");
     table(&mut out, &settings, false);
-    for (heading, name) in
-        [("disk", "DiskSpec"), ("net", "NetSpec"), ("export", "ExportSpec"), ("worker", "WorkerSpec")]
-    {
+    for (heading, name) in [
+        ("disk", "DiskSpec"),
+        ("net", "NetSpec"),
+        ("export", "ExportSpec"),
+        ("LimitsSpec", "LimitsSpec"),
+        ("worker", "WorkerSpec"),
+    ] {
         let _ = write!(out, "## {heading}\n\n{}\n\n", source.about(name));
         table(&mut out, &source.members(name), true);
     }

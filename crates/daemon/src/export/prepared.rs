@@ -223,6 +223,11 @@ fn disk_server(spec: &ExportSpec, disk: &Disk, queues: u16) -> Result<DiskServer
     if asked == Engine::User {
         return Ok(DiskServer::User { reason: None });
     }
+    if spec.limits.is_some() {
+        // `check` has refused engine=kernel.
+        let why = not_the_kernel(spec, "the kernel has no limits".to_owned());
+        return Ok(DiskServer::User { reason: Some(why) });
+    }
     match (kernel_engine::plan(spec, disk, queues), asked) {
         (Ok(plan), _) => Ok(DiskServer::Kernel(plan)),
         (Err(why), Engine::Auto) => Ok(DiskServer::User { reason: Some(not_the_kernel(spec, why)) }),

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vshunt_engine::{FIRST_WORKER, Observer, QueueSet, Settings, WorkerId, Workers};
+use vshunt_engine::{FIRST_WORKER, LimitCell, Observer, QueueSet, Settings, WorkerId, Workers};
 use vshunt_fuse::Fuse;
 use vshunt_kernel_engine::{DiskPlan, KernelQueues};
 use vshunt_net::Switch;
@@ -33,6 +33,8 @@ pub(super) struct Start<'a> {
     pub(super) prepare_image: &'a dyn Fn() -> Result<()>,
     /// The workers that were made for the export, even if the start fails.
     pub(super) own_workers: &'a mut Vec<WorkerId>,
+    /// The limits of the export.
+    pub(super) limits: &'a Arc<LimitCell>,
 }
 
 impl Start<'_> {
@@ -56,7 +58,9 @@ impl Start<'_> {
         let spec = self.spec;
         let count = spec.queues.unwrap_or(1);
         let serial = spec.serial.as_deref().unwrap_or(&spec.disk);
-        let device = BlkDevice::new(disk, count, spec.block_size.unwrap_or(0), serial, spec.readonly);
+        let block_size = spec.block_size.unwrap_or(0);
+        let limits = self.limits.clone();
+        let device = BlkDevice::limited(disk, count, block_size, serial, spec.readonly, limits);
         let reason = match server {
             DiskServer::User { reason } => reason,
             DiskServer::Kernel(plan) => match kernel_queues(spec, plan, count, serial, self.workers) {
@@ -136,7 +140,8 @@ impl Start<'_> {
     fn mount(&mut self, prepared: PreparedMount) -> Result<Served> {
         let PreparedMount { plan, disk } = prepared;
         let set = self.queues(plan.queues, false)?;
-        let mount = Fuse::start(self.spec, plan, disk, &set, self.observer.clone(), self.prepare_image)?;
+        let (observer, limits) = (self.observer.clone(), self.limits.clone());
+        let mount = Fuse::start(self.spec, plan, disk, &set, observer, self.prepare_image, limits)?;
         Ok(Served { frontend: Frontend::Fuse(mount), queues: ExportQueues::User(set), engine_reason: None })
     }
 

@@ -7,7 +7,7 @@
 use std::fs::Metadata;
 
 use vshunt_block::{Op, Step};
-use vshunt_engine::{QueueStats, Token, Uring};
+use vshunt_engine::{Direction, QueueStats, Token, Uring};
 
 use super::blocking::{BufferBytes, Task, TaskResult, metadata};
 use super::transport::{OP_DISK, QueueTransport, Request};
@@ -81,6 +81,20 @@ impl<T: QueueTransport> FuseQueue<T> {
             opcode if is_silent(opcode) => self.recycle(uring, place, slot),
             _ => self.other(uring, place, slot, header, args),
         }
+    }
+
+    /// Charges the limits with a request that begins.
+    pub(super) fn charge(&self, request: &Request) {
+        let (direction, bytes) = match request.header.opcode {
+            op::READ => (Direction::Read, TransferIn::read(&request.args).map(|t| u64::from(t.size))),
+            op::WRITE => (Direction::Write, TransferIn::read(&request.args).map(|t| u64::from(t.size))),
+            op::FALLOCATE => {
+                let size = self.shared.size();
+                (Direction::Write, FallocateIn::read(&request.args).map(|what| what.length.min(size)))
+            }
+            _ => return,
+        };
+        self.limit.charge(direction, bytes.unwrap_or(0));
     }
 
     /// Ends a request: replies 0, or a negative errno.

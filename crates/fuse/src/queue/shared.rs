@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use vshunt_block::Disk;
-use vshunt_engine::EventFd;
+use vshunt_engine::{EventFd, LimitCell};
 use vshunt_types::error::Result;
 
 use super::blocking::{BlockingThread, CompletionQueue, EventHandler, MountEvent, Task};
@@ -28,6 +28,8 @@ pub(crate) struct MountConfig {
     pub(crate) writable: bool,
     /// Whether users of the file may change its size.
     pub(crate) growable: bool,
+    /// The limits of the export.
+    pub(crate) limits: Arc<LimitCell>,
     /// Counts how often the file is open.
     pub(crate) opens: Arc<AtomicU32>,
     /// Passthrough: the kernel's id of the image. The kernel then serves reads and writes.
@@ -44,6 +46,7 @@ pub(crate) struct FuseShared {
     // Fixed.
     pub(super) writable: bool,
     pub(super) growable: bool,
+    pub(super) limits: Arc<LimitCell>,
     /// To ask for the image's attributes may wait: the blocking thread does it.
     pub(super) metadata_may_wait: bool,
     /// The disk is `none`: the queue makes the zeroes of reads.
@@ -65,7 +68,7 @@ impl FuseShared {
     /// # Errors
     /// The system's: no thread.
     pub(crate) fn new(config: MountConfig, eventfds: &[Arc<EventFd>]) -> Result<Self> {
-        let MountConfig { name, disk, writable, growable, opens, backing_id, on_event } = config;
+        let MountConfig { name, disk, writable, growable, limits, opens, backing_id, on_event } = config;
         let lock = Arc::new(RmwLock::new(eventfds));
         let blocking = BlockingThread::start(&name, disk.clone(), lock.clone(), on_event)?;
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -74,6 +77,7 @@ impl FuseShared {
             lock,
             writable,
             growable,
+            limits,
             metadata_may_wait: disk.image_may_wait(),
             reads_are_zero: disk.path() == "none",
             opens,

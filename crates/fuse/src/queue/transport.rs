@@ -18,6 +18,8 @@ pub(crate) const OP_DISK: u8 = 0;
 pub(crate) const OP_TRANSPORT: u8 = 1;
 /// Poll of the queue's eventfd.
 pub(crate) const OP_EVENTFD: u8 = 2;
+/// The timer of a queue that waits for its limits.
+pub(crate) const OP_LIMIT: u8 = 3;
 
 /// Whether a poll is on the worker's io_uring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

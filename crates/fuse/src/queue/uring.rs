@@ -6,6 +6,8 @@
 
 mod entries;
 
+use std::collections::VecDeque;
+
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -35,7 +37,7 @@ pub(crate) struct RingQueue {
 pub(crate) struct UringTransport {
     entries: Entries,
     /// Entries with requests that are not taken yet.
-    ready: Vec<u16>,
+    ready: VecDeque<u16>,
 }
 
 impl UringTransport {
@@ -46,14 +48,14 @@ impl UringTransport {
     pub(super) fn new(ring: RingQueue, buffers: &Buffers) -> std::io::Result<Self> {
         Ok(Self {
             entries: Entries::new(ring, buffers, RING_ENTRIES)?,
-            ready: Vec::with_capacity(RING_ENTRIES.into()),
+            ready: VecDeque::with_capacity(RING_ENTRIES.into()),
         })
     }
 
     /// The kernel gave an entry back.
     fn entry_back(&mut self, index: u16, result: i32) -> Option<Failure> {
         if self.entries.back(index, result) {
-            self.ready.push(index);
+            self.ready.push_back(index);
             return None;
         }
         match -result {
@@ -80,7 +82,8 @@ impl QueueTransport for UringTransport {
 
     #[inline]
     fn next(&mut self, _: &Buffers) -> Next {
-        let Some(slot) = self.ready.pop() else { return Next::Nothing };
+        // In the order of their arrival: with limits a request may wait here.
+        let Some(slot) = self.ready.pop_front() else { return Next::Nothing };
         let (header, args, payload_bytes) = self.entries.request(slot);
         Next::Request(Request { slot, header, args, payload_bytes, is_last: false })
     }

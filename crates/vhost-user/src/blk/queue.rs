@@ -19,7 +19,7 @@ use virtio::log::DirtyLog;
 use virtio::mem::GuestMemory;
 use virtio::ring::{Chain, DeviceRing, Head, Seg, UsedLog};
 use vshunt_block::{Disk, DiskHandle, Io, Step};
-use vshunt_engine::{EventFd, PollEvent, PollState};
+use vshunt_engine::{EventFd, LimitCell, LimitGate, PollEvent, PollState};
 use vshunt_engine::{Queue, QueueStats, State, Token, Uring};
 use vshunt_virtqueue::{RingParts, VirtqueueOwner, Vring};
 
@@ -28,6 +28,8 @@ use vshunt_types::convert::len_u32;
 /// Operations in a token: the poll of the kick descriptor, and an operation of a request.
 const OP_KICK: u8 = 1;
 const OP_IO: u8 = 2;
+/// The timer of a queue that waits for its limits.
+const OP_LIMIT: u8 = 3;
 /// How many completed requests are published before all that wait are taken: half of those that
 /// wait, and at least this many. Larger batches cost less. With more than half of them, guest and
 /// worker would take turns instead of working at the same time.
@@ -61,6 +63,8 @@ pub(super) struct BlkShared {
     pub(super) max_zero_sectors: u32,
     /// Largest DISCARD, in sectors, as the configuration space says.
     pub(super) max_discard_sectors: u32,
+    /// The limits of the export.
+    pub(super) limits: Arc<LimitCell>,
 }
 
 /// A request in flight. Its buffers lie in guest memory; `io` refers to them until the request is
@@ -90,6 +94,7 @@ pub(super) struct BlkQueue {
     /// Bytes of data of the requests that were taken in this iteration.
     taken_bytes: u64,
     replays: Vec<Replay>,
+    limit: LimitGate,
     broken: bool,
     log: Option<Arc<DirtyLog>>,
     /// While there is a dirty log: the buffers that the request of each slot may write to.
@@ -111,7 +116,7 @@ unsafe impl Send for BlkQueue {}
 
 impl BlkQueue {
     /// Makes a queue that is not yet on a worker.
-    pub(super) fn new(parts: RingParts, shared: Arc<BlkShared>) -> Self {
+    pub(super) fn new(parts: RingParts, shared: Arc<BlkShared>, index: u16) -> Self {
         let size = parts.vring.size();
         let slots = (0..size)
             .map(|_| RequestSlot {
@@ -136,6 +141,7 @@ impl BlkQueue {
             notified: false,
             taken_bytes: 0,
             replays,
+            limit: LimitGate::new(shared.limits.clone(), index),
             broken: false,
             writable: writable_buffers(size, parts.log.as_ref()),
             log: parts.log,
@@ -179,12 +185,14 @@ impl BlkQueue {
         (self.on_broken)(&reason.to_string());
     }
 
-    /// Takes the requests that a former daemon left in flight, before any new one.
+    /// Takes the requests that a former daemon left in flight, before any new one. They do not wait
+    /// for limits, because they were taken before.
     fn replay(&mut self, uring: &mut Uring, base: Token) -> u32 {
         let mut taken = 0;
         while let Some(replay) = self.replays.pop() {
             match self.vring.replay(&self.mem, &replay, &mut self.chain) {
                 Ok(()) => {
+                    self.charge();
                     self.begin(uring, base);
                     taken += 1;
                 }
@@ -201,6 +209,7 @@ impl BlkQueue {
     #[inline]
     fn take_all(&mut self, uring: &mut Uring, base: Token, budget: u32) -> u32 {
         let mut taken = 0;
+        let limited = self.limit.begin();
         if !self.replays.is_empty() {
             taken += self.replay(uring, base);
             if self.broken {
@@ -209,6 +218,11 @@ impl BlkQueue {
         }
         while taken < budget && self.taken_bytes < TAKE_BYTES && !self.free.is_empty() {
             match self.vring.pop(&self.mem, &mut self.chain) {
+                Ok(true) if limited && !self.may_begin() => {
+                    self.vring.unpop(self.chain.head);
+                    self.limit.hold(uring, base.with(0, OP_LIMIT));
+                    break;
+                }
                 Ok(true) => self.begin(uring, base),
                 Ok(false) => break,
                 Err(broken) => {
@@ -313,6 +327,10 @@ impl Queue for BlkQueue {
                     }
                 }
             }
+            OP_LIMIT => {
+                self.limit.expired(&self.stats);
+                0
+            }
             _ => {
                 self.kicked(uring, token, result, more);
                 0
@@ -328,7 +346,8 @@ impl Queue for BlkQueue {
     fn has_work(&self) -> bool {
         // If all slots are in use, only a guest that offers descriptors twice has more requests.
         // They wait for a completion.
-        !self.broken && !self.free.is_empty() && (self.vring.has_avail() || !self.replays.is_empty())
+        let may_take = !self.broken && !self.free.is_empty() && !self.limit.is_held();
+        may_take && (self.vring.has_avail() || !self.replays.is_empty())
     }
 
     fn wake(&mut self) {
@@ -336,16 +355,22 @@ impl Queue for BlkQueue {
     }
 
     fn sleep(&mut self, _uring: &mut Uring, _place: Token, after: u32) -> bool {
+        if self.limit.is_held() {
+            // The timer wakes the worker, which then looks at the queue. No kick is needed until
+            // then.
+            return false;
+        }
         let after = u16::try_from(after).unwrap_or(u16::MAX);
         !self.broken && self.vring.enable_kick_after(after) && !self.free.is_empty()
     }
 
     fn disarm(&mut self, uring: &mut Uring, base: Token) {
         self.listen.end(uring, base.with(0, OP_KICK));
+        self.limit.disarm(uring, base.with(0, OP_LIMIT));
     }
 
     fn at_rest(&self) -> bool {
-        self.in_flight() == 0 && self.listen == PollState::Off
+        self.in_flight() == 0 && self.listen == PollState::Off && !self.limit.is_held()
     }
 
     fn leave(&mut self, uring: &mut Uring) {

@@ -3,6 +3,7 @@
 pub(crate) mod config;
 mod examples;
 pub(crate) mod jobs;
+pub(crate) mod limit;
 mod qmp_help;
 pub(crate) mod snapshot;
 
@@ -94,6 +95,9 @@ pub(crate) enum Command {
                                  500ms\n  vshunt attach vm0 0"
     )]
     Attach(AttachArgs),
+    /// Limit the operations and bytes per second of an export
+    #[command(after_long_help = limit::AFTER)]
+    Limit(Box<limit::LimitArgs>),
     /// Add, remove and list disks
     #[command(subcommand, after_long_help = examples::DISK)]
     Disk(DiskCommand),
@@ -274,6 +278,12 @@ Columns of ports, which are shown if there is a switch:
   MTU      the longest IP packet that passes
   LEARNT   addresses that were learnt behind the port, and their limit
   STATE    forwarding; blocked: an uplink that makes a loop with another one
+
+Columns of limits, which are shown if there are any:
+  GROUP    the group that shares the limits
+  LIMITS   operations (iops) and bytes (bps) per second; +N:Ts is a burst of N
+           for T seconds
+  LIMITED  how long the queues of the export waited, added up
 
 Columns of queues:
   WORKER     the worker that the queue is attached to

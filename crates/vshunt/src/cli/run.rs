@@ -16,7 +16,7 @@ use super::attach::{move_queues, worker_id};
 use super::call::{absolute, call, connect, list, print_json, query, send, started, to_value};
 use super::client::Client;
 use super::passing::{self, Wanted};
-use super::{jobs, pages, quit, running, show, snapshot, top};
+use super::{jobs, limit, pages, quit, running, show, snapshot, top};
 use crate::image::{self, summary};
 use crate::outcome::{Failure, Outcome, one_line, print, print_line};
 use crate::serve::{ServeOptions, serve};
@@ -48,6 +48,7 @@ pub(super) fn run(cli: Cli) -> Outcome {
         Command::Config(ConfigCommand::Show) => config_show(&mut connect()?),
         Command::Worker(command) => worker(&mut connect()?, command),
         Command::Attach(args) => print_line(&move_queues(&mut connect()?, args)?),
+        Command::Limit(args) => limit::run(&mut connect()?, *args),
         Command::Disk(command) => disk(&mut connect()?, command),
         Command::Net(command) => net(&mut connect()?, command),
         Command::Export(command) => export(&mut connect()?, command, cli.log.quiet),
@@ -122,6 +123,7 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
         (!exports.is_empty()).then(|| show::exports(&exports)),
         show::choices(&exports),
         show::ports(&exports),
+        show::limits(&exports),
         (!jobs.is_empty()).then(|| show::jobs(&jobs)),
         show::queues(&queues, &exports),
         Some(show::workers(&workers)),

@@ -7,9 +7,9 @@ use std::fmt::Write as _;
 
 use vshunt_sandbox::{Mode, SandboxInfo};
 use vshunt_types::spec::{
-    AddressOrigin, BitmapInfo, Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, JobInfo, JobKind,
-    JobStatus, MountInfo, NetAddress, NetCounters, NetInfo, NetKind, PortState, Transport, WorkerInfo,
-    WorkerKind, cpu_list,
+    AddressOrigin, BitmapInfo, Burst, Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, JobInfo,
+    JobKind, JobStatus, MountInfo, NetAddress, NetCounters, NetInfo, NetKind, PortState, Transport,
+    WorkerInfo, WorkerKind, cpu_list,
 };
 
 pub(crate) use self::idle::ranges;
@@ -248,6 +248,35 @@ pub(crate) fn ports(exports: &[ExportInfo]) -> Option<String> {
     (!rows.is_empty()).then(|| table(titles, rows.into_iter()))
 }
 
+/// Returns the table of the limits of exports. None if there are none.
+pub(crate) fn limits(exports: &[ExportInfo]) -> Option<String> {
+    let rows: Vec<_> = exports
+        .iter()
+        .filter_map(|e| {
+            let limits = e.spec.limits.as_ref()?;
+            let number = |key: &str, n: u64| if key.starts_with("bps") { size(n) } else { n.to_string() };
+            let one = |(key, rate, burst): (&str, Option<u64>, Option<Burst>)| {
+                let rate = number(key, rate?);
+                Some(match burst {
+                    Some(burst) => format!("{key} {rate}+{}:{}s", number(key, burst.rate), burst.seconds),
+                    None => format!("{key} {rate}"),
+                })
+            };
+            let size = limits.iops_size.map(|bytes| format!("iops-size {}", size(bytes)));
+            let all: Vec<_> = limits.rates().into_iter().filter_map(one).chain(size).collect();
+            let limited: u64 = e.queue_list.iter().map(|queue| queue.limited_us).sum();
+            let limited = format!("{:.1}s", std::time::Duration::from_micros(limited).as_secs_f64());
+            Some([
+                e.spec.name.clone(),
+                or_dash(limits.group.clone().unwrap_or_default()),
+                all.join(", "),
+                limited,
+            ])
+        })
+        .collect();
+    (!rows.is_empty()).then(|| table(["EXPORT", "GROUP", "LIMITS", ">LIMITED"], rows.into_iter()))
+}
+
 pub(crate) fn jobs(jobs: &[JobInfo]) -> String {
     table(
         ["JOB", "TYPE", "DISK", "STATUS", ">DONE", ">TOTAL", "SPEED", "TO", "ERROR"],
@@ -450,6 +479,7 @@ mod tests {
             write_bytes: 0,
             kicks: 0,
             notifications: 0,
+            limited_us: 0,
             net,
         };
         let nic = |drops| queue("c0", Some(NetQueueCounters { drops, ..NetQueueCounters::default() }));

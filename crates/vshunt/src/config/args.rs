@@ -109,6 +109,14 @@ Keys of --export, all types:
                     CPU, and does not poll unless poll-us is given; or a number
   poll-us           limit of adaptive polling of these workers
 
+Keys of --export with type=vhost-user-blk or fuse:
+  limits.iops, .iops-read, .iops-write, .bps, .bps-read, .bps-write
+                    operations or bytes per second, all queues together
+  limits.burst-iops=N:TIME and so on
+                    that rate for some seconds after a rest
+  limits.iops-size  a longer request counts as several operations
+  limits.group      exports with this group share its limits
+
 Keys of --export with type=vhost-user-blk:
   disk              name of the disk
   socket or fd      a path to listen on, or an inherited socket

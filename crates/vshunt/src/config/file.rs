@@ -464,8 +464,12 @@ impl<'de> Deserializer<'de> for Keys<'_> {
         visitor.visit_map(Self { keys, ..self })
     }
 
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Wrong> {
+        visitor.visit_some(self)
+    }
+
     serde::forward_to_deserialize_any! {
-        bool i8 i16 i32 i64 u8 u16 u32 u64 f32 f64 char str string bytes byte_buf option unit unit_struct
+        bool i8 i16 i32 i64 u8 u16 u32 u64 f32 f64 char str string bytes byte_buf unit unit_struct
         newtype_struct seq tuple tuple_struct map enum identifier ignored_any
     }
 }
@@ -495,9 +499,19 @@ impl<'de> MapAccess<'de> for Keys<'_> {
             Value::String(text) if keyval::is_path(&key) && text.starts_with("~/") => {
                 Err(wrong("`~/` is not expanded in a file; write the whole path".into()))
             }
+            Value::Table(table) => {
+                // Its keys have no places of their own.
+                let here = |(key, value)| (Spanned::new(at..at, key), Spanned::new(at..at, value));
+                let rest = table.into_iter().map(here).collect::<Vec<_>>().into_iter();
+                let keys = Keys { rest, value: None, keys: &[], listed: &|_| true };
+                seed.deserialize(keys).map_err(|Wrong { why, .. }| wrong(why))
+            }
             value => seed.deserialize(value).map_err(|e: toml::de::Error| match key.as_str() {
                 // The message for an untagged enum names a Rust type.
                 "workers" => wrong(keyval::WORKERS.into()),
+                "limits" => {
+                    wrong("it has keys of its own; write for example limits = { iops = 5000 }".into())
+                }
                 _ => wrong(e.message().to_owned()),
             }),
         }

@@ -43,6 +43,33 @@ fn an_export_with_everything() {
 }
 
 #[test]
+fn keys_of_an_object_have_a_dot() {
+    let text = "type=vhost-user-blk,name=vm0,disk=d0,limits.iops=5000,queues=4,limits.bps=200M,limits.burst-bps=400M:10s";
+    let e = export(text).unwrap();
+    let limits = e.limits.unwrap();
+    assert_eq!((e.queues, limits.iops, limits.bps), (Some(4), Some(5000), Some(200 << 20)));
+    assert_eq!(limits.burst_bps.map(|burst| burst.to_string()).as_deref(), Some("419430400:10s"));
+    let e = export("type=vhost-user-blk,name=vm0,limits.burst-iops=7").unwrap();
+    assert_eq!(e.limits.unwrap().burst_iops.map(|burst| (burst.rate, burst.seconds)), Some((7, 1)));
+    let wrong = |keys: &str| export(&format!("type=vhost-user-blk,name=vm0,{keys}")).unwrap_err();
+    let cases = [
+        ("limits=5", "key `limits`: it has keys of its own; write limits.iops=…"),
+        ("limits.iop=5", "unknown key `iop` (did you mean `iops`?)"),
+        ("limits.iops=-1", "key `iops`: `-1` is not a number of 0 or more"),
+        ("limits.iops=1,limits.iops=2", "given twice"),
+        ("limits.iops.x=1", "unknown key `iops.x`"),
+        ("limits.=1", "unknown key ``"),
+        (".=1", "unknown key ``"),
+        ("name.x=1", "unknown key `name`"),
+        ("limits=5,limits.iops=5", "key `limits`"),
+    ];
+    for (keys, said) in cases {
+        let why = wrong(keys);
+        assert!(why.contains(said) || keys == "name.x=1", "{keys}: {why}");
+    }
+}
+
+#[test]
 fn a_worker_and_its_cpus() {
     let w: WorkerSpec = parse("name=x,cpu=2-3,,6,nice=-5,poll-us=20").unwrap();
     assert_eq!((w.cpu, w.nice, w.poll_us), (Some(vec![2, 3, 6]), Some(-5), Some(20)));

@@ -158,6 +158,8 @@ enum Of {
     Queue(fn(&QueueInfo) -> u64),
     /// A counter of each queue whose requests are counted.
     QueueCounter(fn(&QueueInfo) -> u64),
+    /// A time of each queue whose requests are counted, in microseconds.
+    QueueTime(fn(&QueueInfo) -> u64),
     /// A counter of each queue pair of a network.
     PairCounter(fn(&NetQueueCounters) -> u64),
     PairDrops,
@@ -305,6 +307,12 @@ static FAMILIES: &[Family] = &[
         Of::QueueCounter(|q| q.notifications),
     ),
     counter(
+        "queue_limited",
+        SECONDS,
+        "Time for which the queue waited for its limits",
+        Of::QueueTime(|q| q.limited_us),
+    ),
+    counter(
         "queue_to_guest_packets",
         None,
         "Frames that the guest got",
@@ -395,6 +403,7 @@ impl Of {
             Self::QueueState => s.queues.iter().flat_map(queue_states).collect(),
             Self::Queue(f) => s.queues.iter().map(|q| sample(queue(q), f(q))).collect(),
             Self::QueueCounter(f) => s.counted().map(|q| sample(queue(q), f(q))).collect(),
+            Self::QueueTime(f) => s.counted().map(|q| sample(queue(q), seconds(f(q)))).collect(),
             Self::PairCounter(f) => {
                 s.queues.iter().filter_map(|q| Some(sample(queue(q), f(q.net.as_ref()?)))).collect()
             }

@@ -15,6 +15,7 @@ mod native;
 mod qemu;
 mod snapshot;
 mod table;
+mod throttle;
 
 use std::os::fd::OwnedFd;
 

@@ -100,6 +100,7 @@ impl Source {
                 (format!("list of {}s", kind.replace(" or", "s or")), words)
             }
             "String" | "PathBuf" | "Mac" | "SocketMode" | "QueueNames" | "Vlans" | "Mode" | "Address"
+            | "Burst"
                 if self.is_text(&name, prefix) =>
             {
                 plain("string")

@@ -10,7 +10,7 @@ use virtio::blk::{
 use virtio::mem;
 use virtio::ring::{Seg, gather, scatter};
 use vshunt_block::{Op, Step};
-use vshunt_engine::{QueueStats, Token, Uring};
+use vshunt_engine::{Direction, QueueStats, Token, Uring};
 use vshunt_types::spec::Cache;
 
 use super::{BlkQueue, OP_IO, REQUEST_BYTES_MAX, RequestSlot};
@@ -181,6 +181,37 @@ fn parse_range(request: &Request, data: &[Seg]) -> Result<(Op, Range), i32> {
 }
 
 impl BlkQueue {
+    /// Returns the direction and the bytes of the current chain. None: limits do not concern it, or
+    /// it fails.
+    fn limited(&mut self) -> Option<(Direction, u64)> {
+        let request = split_request(&self.chain, &mut self.data).ok()?;
+        match request.kind {
+            VIRTIO_BLK_T_IN | VIRTIO_BLK_T_OUT if request.data_len > REQUEST_BYTES_MAX => None,
+            VIRTIO_BLK_T_IN => Some((Direction::Read, request.data_len)),
+            VIRTIO_BLK_T_OUT => Some((Direction::Write, request.data_len)),
+            VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
+                let (_, range) = parse_range(&request, &self.data).ok()?;
+                Some((Direction::Write, u64::from(range.num_sectors) * SECTOR_SIZE))
+            }
+            _ => None,
+        }
+    }
+
+    /// Asks the limits whether the request of the current chain may begin.
+    pub(super) fn may_begin(&mut self) -> bool {
+        match self.limited() {
+            Some((direction, bytes)) => self.limit.ask(direction, bytes),
+            None => true,
+        }
+    }
+
+    /// Charges the limits with the request of the current chain, which begins in any case.
+    pub(super) fn charge(&mut self) {
+        if let Some((direction, bytes)) = self.limited() {
+            self.limit.charge(direction, bytes);
+        }
+    }
+
     /// Completes the request of slot `index` with `result`, 0 or a negative errno: writes the
     /// status byte, counts the request, and stages its used element. The length of the element is
     /// the number of bytes written to guest memory.

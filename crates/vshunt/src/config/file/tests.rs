@@ -293,3 +293,37 @@ fn a_path_with_a_zero_byte_is_refused() {
         assert!(wrong.len() == 1 && wrong[0].contains("NUL byte"), "{text}: {wrong:?}");
     }
 }
+
+#[test]
+fn limits_are_a_table_of_an_export() {
+    let text = |limits: &str| {
+        format!(
+            "[[disk]]\nname = \"d0\"\nformat = \"ram\"\nsize = \"1M\"\n[[export]]\nname = \"vm0\"\ndisk = \"d0\"\nsocket = \"/s\"\n{limits}\n"
+        )
+    };
+    let all = [
+        "limits = { iops = 5000, bps = \"200M\", burst-iops = \"20000:10s\", group = \"g\" }",
+        "limits.iops = 5000\nlimits.bps = 209715200\nlimits.burst-iops = \"20000:10s\"\nlimits.group = \"g\"",
+        "[export.limits]\niops = 5000\nbps = \"200M\"\nburst-iops = \"20000:10s\"\ngroup = \"g\"",
+    ];
+    for limits in all {
+        let (setup, wrong) = parse(Path::new("f"), &text(limits));
+        assert_eq!(wrong.lines(), [""; 0]);
+        let limits = setup.exports[0].limits.clone().unwrap();
+        assert_eq!(
+            (limits.iops, limits.bps, limits.group.as_deref()),
+            (Some(5000), Some(200 << 20), Some("g"))
+        );
+        assert_eq!(limits.burst_iops.map(|burst| (burst.rate, burst.seconds)), Some((20_000, 10)));
+    }
+    for (limits, said) in [
+        ("limits = { iop = 5 }", "did you mean `iops`?"),
+        ("limits = { iops = -5 }", "key `iops`"),
+        ("limits = { iops = 0 }", "out of range"),
+        ("limits = 5", "keys of its own"),
+    ] {
+        let (_, wrong) = parse(Path::new("f"), &text(limits));
+        let wrong = wrong.lines();
+        assert!(wrong.iter().any(|line| line.contains(said)), "{limits}: {wrong:?}");
+    }
+}

@@ -109,7 +109,12 @@ impl Page {
         };
         let before = if usable { "" } else { "# " };
         self.0.push('\n');
-        text.lines().for_each(|line| _ = writeln!(self.0, "{before}{line}"));
+        let name = head.trim_matches(['[', ']']);
+        text.lines().enumerate().for_each(|(at, line)| match line.strip_prefix('[') {
+            // A table in the section: limits.
+            Some(table) if at > 0 => _ = writeln!(self.0, "{before}[{name}.{table}"),
+            _ => _ = writeln!(self.0, "{before}{line}"),
+        });
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use vshunt_daemon::ATTACH_TIMEOUT;
-use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, QueueInfo, Steering, WorkerSpec};
+use vshunt_types::spec::{DiskSpec, ExportSpec, LimitsSpec, NetSpec, QueueInfo, Steering, WorkerSpec};
 
 use super::qemu;
 use crate::qmp::context::{Answer, Arguments, Context, Nothing, Stop, done};
@@ -38,6 +38,15 @@ struct ExportRemove {
     /// Remove it even if a front end is connected or the mounted file is open.
     #[serde(default)]
     force: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ExportLimit {
+    /// The name of the export.
+    name: String,
+    /// The limits, in place of those that the export has. Absent: its limits are lifted.
+    limits: Option<LimitsSpec>,
 }
 
 #[derive(Deserialize)]
@@ -159,6 +168,11 @@ pub(super) fn export_add(context: &Context, arguments: Arguments) -> Answer {
         return Err(QmpError::generic(qemu::NO_FD));
     }
     Ok(done(context.daemon.export_add(spec)?))
+}
+
+pub(super) fn export_limit(context: &Context, arguments: Arguments) -> Answer {
+    let ExportLimit { name, limits } = arguments.read()?;
+    Ok(done(context.daemon.export_limit(&name, limits.as_ref())?))
 }
 
 pub(super) fn export_remove(context: &Context, arguments: Arguments) -> Answer {

@@ -4,7 +4,7 @@
 use serde_json::json;
 use vshunt_daemon::Daemon;
 
-use super::{config, fdset, jobs, native, qemu, snapshot};
+use super::{config, fdset, jobs, native, qemu, snapshot, throttle};
 use crate::qmp::context::{Answer, Arguments, Context, Nothing};
 use crate::qmp::message;
 
@@ -111,6 +111,13 @@ pub(crate) const COMMANDS: &[Command] = &[
     command("block_resize", "Changes the size of a disk. Its guests are told.", qemu::block_resize)
         .takes("node-name size", "qemu::Resize"),
     command(
+        "block_set_io_throttle",
+        "Sets the limits of an export, with QEMU's names. A member that is 0 or absent is no limit. If none is left, the \
+         limits are lifted. See guide/limits.md.",
+        throttle::block_set_io_throttle,
+    )
+    .takes(throttle::ARGUMENTS, "throttle::IoThrottle"),
+    command(
         "blockdev-add",
         "Adds a disk, with QEMU's names and defaults. `raw` or `qcow2` over a node for the file is one disk.",
         qemu::blockdev_add,
@@ -163,9 +170,16 @@ pub(crate) const COMMANDS: &[Command] = &[
     .takes(
         "type name disk|net [socket|mountpoint tap queues workers readonly serial block-size poll-us engine mac mtu \
          mac-filter mac-limit vlan trunk isolated reserved memory-may-block writable growable allow-other transport \
-         passthrough]",
+         passthrough limits]",
         "ExportSpec",
     ),
+    command(
+        "export-limit",
+        "Sets the limits of an export, at any time. They replace those that it has, and take effect within 100 ms. See \
+         guide/limits.md.",
+        native::export_limit,
+    )
+    .takes("name [limits]", "native::ExportLimit"),
     command(
         "export-remove",
         "Removes an export, and returns when it is removed. Another removal of the same export at the same time is an error.",

@@ -1,0 +1,169 @@
+//! The limits of exports, and the groups that share them.
+//!
+//! Control threads call it. The queues of an export see its limits through its [`LimitCell`].
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use vshunt_engine::{LimitCell, LimitGroup, LimitMember, LimitRate, LimitRateSet, LimitRates};
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{Burst, LimitsSpec};
+use vshunt_types::sync::Locked;
+
+use crate::check::MAX_QUEUES;
+
+/// All groups. Each export is in one group at most.
+#[derive(Default)]
+pub(crate) struct LimitGroups {
+    /// Guards the groups and the order of changes. Held for changes of pointers only.
+    groups: Mutex<BTreeMap<Key, Group>>,
+}
+
+/// The name of a group.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Key {
+    /// A group that a user named.
+    Named(String),
+    /// The limits that an export has for itself.
+    Own(String),
+}
+
+struct Group {
+    /// The limits, without the name of the group.
+    spec: LimitsSpec,
+    /// The members by the names of their exports.
+    members: BTreeMap<String, Arc<LimitCell>>,
+}
+
+impl Group {
+    /// Gives its members the limits, with empty buckets.
+    fn apply(&self) {
+        let group = LimitGroup::new(&rates(&self.spec), self.members.len() > 1);
+        for cell in self.members.values() {
+            cell.set(Some(LimitMember::new(group.clone(), MAX_QUEUES)));
+        }
+    }
+}
+
+impl LimitGroups {
+    /// Sets the limits of an export, in place of those that it has. A group without limits is
+    /// joined as it is.
+    ///
+    /// # Errors
+    /// Such a group does not exist.
+    pub(crate) fn set(&self, export: &str, cell: &Arc<LimitCell>, spec: &LimitsSpec) -> Result<()> {
+        let mut groups = self.groups.locked();
+        let key = match &spec.group {
+            Some(name) => Key::Named(name.clone()),
+            None => Key::Own(export.to_owned()),
+        };
+        let known = groups.get(&key).map(|group| group.spec.clone());
+        let limits = match known {
+            Some(known) if spec.is_empty() => known,
+            None if spec.is_empty() => {
+                let name = spec.group.as_deref().unwrap_or_default();
+                return Err(Error::not_found(format!(
+                    "export {export}: there is no group {name} of limits; give its limits, too (--iops, --bps)"
+                )));
+            }
+            _ => LimitsSpec { group: None, ..spec.clone() },
+        };
+        Self::leave(&mut groups, export, Some(&key));
+        let group =
+            groups.entry(key).or_insert_with(|| Group { spec: limits.clone(), members: BTreeMap::new() });
+        group.spec = limits;
+        group.members.insert(export.to_owned(), cell.clone());
+        group.apply();
+        Ok(())
+    }
+
+    /// Lifts the limits of an export. Does nothing if it has none.
+    pub(crate) fn lift(&self, export: &str) {
+        Self::leave(&mut self.groups.locked(), export, None);
+    }
+
+    /// Takes an export out of its group, unless that is `but`. A group without members is gone.
+    fn leave(groups: &mut BTreeMap<Key, Group>, export: &str, but: Option<&Key>) {
+        let Some(key) = groups.iter().find(|(_, group)| group.members.contains_key(export)) else { return };
+        let key = key.0.clone();
+        if Some(&key) == but {
+            return;
+        }
+        let Some(group) = groups.get_mut(&key) else { return };
+        if let Some(cell) = group.members.remove(export) {
+            cell.set(None);
+        }
+        match group.members.is_empty() {
+            true => drop(groups.remove(&key)),
+            // One member less may use more.
+            false => group.apply(),
+        }
+    }
+
+    /// Returns the limits of an export, as they are now.
+    pub(crate) fn of(&self, export: &str) -> Option<LimitsSpec> {
+        let groups = self.groups.locked();
+        let (key, group) = groups.iter().find(|(_, group)| group.members.contains_key(export))?;
+        let name = match key {
+            Key::Named(name) => Some(name.clone()),
+            Key::Own(_) => None,
+        };
+        Some(LimitsSpec { group: name, ..group.spec.clone() })
+    }
+}
+
+/// Returns limits as the engine has them.
+fn rates(spec: &LimitsSpec) -> LimitRates {
+    let rate = |average: Option<u64>, burst: Option<Burst>| {
+        average.map(|average| LimitRate {
+            average,
+            burst: burst.map_or(0, |burst| burst.rate),
+            burst_seconds: burst.map_or(0, |burst| burst.seconds),
+        })
+    };
+    LimitRates {
+        operations: LimitRateSet {
+            total: rate(spec.iops, spec.burst_iops),
+            read: rate(spec.iops_read, spec.burst_iops_read),
+            write: rate(spec.iops_write, spec.burst_iops_write),
+        },
+        bytes: LimitRateSet {
+            total: rate(spec.bps, spec.burst_bps),
+            read: rate(spec.bps_read, spec.burst_bps_read),
+            write: rate(spec.bps_write, spec.burst_bps_write),
+        },
+        operation_bytes: spec.iops_size.unwrap_or(0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits(iops: Option<u64>, group: Option<&str>) -> LimitsSpec {
+        LimitsSpec { iops, group: group.map(str::to_owned), ..LimitsSpec::default() }
+    }
+
+    #[test]
+    fn a_group_has_the_limits_that_a_member_was_given_last() {
+        let (groups, cell) = (LimitGroups::default(), Arc::new(LimitCell::default()));
+        let error = groups.set("a", &cell, &limits(None, Some("g"))).unwrap_err();
+        assert!(error.to_string().contains("no group g"), "{error}");
+        groups.set("a", &cell, &limits(Some(5), Some("g"))).unwrap();
+        groups.set("b", &cell, &limits(None, Some("g"))).unwrap();
+        assert_eq!(groups.of("b"), Some(limits(Some(5), Some("g"))));
+        groups.set("b", &cell, &limits(Some(7), Some("g"))).unwrap();
+        assert_eq!(groups.of("a"), Some(limits(Some(7), Some("g"))));
+        groups.set("a", &cell, &limits(Some(9), None)).unwrap();
+        assert_eq!(groups.of("a"), Some(limits(Some(9), None)));
+        assert_eq!(groups.of("b"), Some(limits(Some(7), Some("g"))));
+        groups.lift("b");
+        assert_eq!(groups.of("b"), None);
+        groups.set("b", &cell, &limits(None, Some("g"))).unwrap_err();
+        // An export of the name of a group is not that group.
+        groups.set("c", &cell, &limits(None, Some("a"))).unwrap_err();
+        groups.lift("a");
+        groups.lift("a");
+        assert!(groups.groups.locked().is_empty());
+    }
+}

@@ -1,0 +1,120 @@
+//! Flags of `vshunt limit`.
+
+use clap::Args;
+use vshunt_types::spec::{Burst, LimitsSpec};
+
+use crate::keyval;
+use crate::values::bytes;
+
+pub(super) const AFTER: &str = "\
+What is limited:
+  Reads, writes, discards and write-zeroes of the export, on all of its queues
+  together. Discards and write-zeroes count as writes, with their length.
+  Flushes are not limited. A rate may be exceeded for 50 ms, unless a burst is
+  given. The flags replace the limits that the export has. Without flags they
+  are printed.
+
+Groups:
+  Exports of a group share its limits, each the same part of them if it wants
+  so much. The limits are those that were given last with the name of the group.
+  An export without limits of its own joins a group that exists: --group alone.
+
+Examples:
+  vshunt limit vm0 --iops 5000 --bps 200M
+  vshunt limit vm0 --iops 5000 --burst-iops 20000:10s
+  vshunt limit vm1 --bps-write 50M --group tenant7
+  vshunt limit vm2 --group tenant7
+  vshunt limit vm0
+  vshunt limit vm0 --off";
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct LimitArgs {
+    /// Name of the export
+    pub(crate) export: String,
+    /// Lift its limits
+    #[arg(long)]
+    pub(crate) off: bool,
+    /// Print JSON
+    #[arg(long, conflicts_with = "off")]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) limits: LimitFlags,
+}
+
+#[derive(Clone, Debug, Args)]
+#[group(id = "limits", multiple = true, conflicts_with_all = ["off", "json"])]
+pub(crate) struct LimitFlags {
+    /// Operations per second
+    #[arg(long, value_name = "N", value_parser = count, allow_hyphen_values = true)]
+    iops: Option<u64>,
+    /// Reads per second
+    #[arg(long, value_name = "N", value_parser = count, allow_hyphen_values = true)]
+    iops_read: Option<u64>,
+    /// Writes per second
+    #[arg(long, value_name = "N", value_parser = count, allow_hyphen_values = true)]
+    iops_write: Option<u64>,
+    /// Bytes per second, for example 200M
+    #[arg(long, value_name = "SIZE", value_parser = bytes, allow_hyphen_values = true)]
+    bps: Option<u64>,
+    /// Bytes read per second
+    #[arg(long, value_name = "SIZE", value_parser = bytes, allow_hyphen_values = true)]
+    bps_read: Option<u64>,
+    /// Bytes written per second
+    #[arg(long, value_name = "SIZE", value_parser = bytes, allow_hyphen_values = true)]
+    bps_write: Option<u64>,
+    /// Operations per second for some seconds after a rest, for example 20000:10s
+    #[arg(long, value_name = "N[:TIME]", value_parser = burst, allow_hyphen_values = true)]
+    burst_iops: Option<Burst>,
+    /// The same for reads
+    #[arg(long, value_name = "N[:TIME]", value_parser = burst, allow_hyphen_values = true)]
+    burst_iops_read: Option<Burst>,
+    /// The same for writes
+    #[arg(long, value_name = "N[:TIME]", value_parser = burst, allow_hyphen_values = true)]
+    burst_iops_write: Option<Burst>,
+    /// Bytes per second for some seconds after a rest, for example 400M:10s
+    #[arg(long, value_name = "SIZE[:TIME]", value_parser = burst, allow_hyphen_values = true)]
+    burst_bps: Option<Burst>,
+    /// The same for reads
+    #[arg(long, value_name = "SIZE[:TIME]", value_parser = burst, allow_hyphen_values = true)]
+    burst_bps_read: Option<Burst>,
+    /// The same for writes
+    #[arg(long, value_name = "SIZE[:TIME]", value_parser = burst, allow_hyphen_values = true)]
+    burst_bps_write: Option<Burst>,
+    /// Count a longer request as several operations of this size
+    #[arg(long, value_name = "SIZE", value_parser = bytes, allow_hyphen_values = true)]
+    iops_size: Option<u64>,
+    /// Share the limits with the exports of this group
+    #[arg(long, value_name = "NAME")]
+    group: Option<String>,
+}
+
+fn count(text: &str) -> Result<u64, String> {
+    keyval::whole(text).ok_or_else(|| format!("`{text}` is not a whole number in range"))
+}
+
+fn burst(text: &str) -> Result<Burst, String> {
+    text.parse()
+}
+
+impl LimitFlags {
+    /// Returns the limits that were given. None: no flag was given.
+    pub(crate) fn into_spec(self) -> Option<LimitsSpec> {
+        let spec = LimitsSpec {
+            iops: self.iops,
+            iops_read: self.iops_read,
+            iops_write: self.iops_write,
+            bps: self.bps,
+            bps_read: self.bps_read,
+            bps_write: self.bps_write,
+            burst_iops: self.burst_iops,
+            burst_iops_read: self.burst_iops_read,
+            burst_iops_write: self.burst_iops_write,
+            burst_bps: self.burst_bps,
+            burst_bps_read: self.burst_bps_read,
+            burst_bps_write: self.burst_bps_write,
+            iops_size: self.iops_size,
+            group: self.group,
+        };
+        (spec != LimitsSpec::default()).then_some(spec)
+    }
+}

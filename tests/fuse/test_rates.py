@@ -1,0 +1,110 @@
+"""Limits of a mount: how much of its users' load gets through, with requests counted by themselves."""
+
+import json
+import sys
+import time
+
+import fuse_mount as m
+import pytest
+import rates
+import rig as r
+from rates import close
+
+# Reads or writes of 4 KiB past the page cache by a number of threads, until a time is over; prints
+# how many, and how long.
+LOAD = """
+import json, mmap, os, random, sys, threading, time
+path, tasks, seconds, write, size = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "write", int(sys.argv[5])
+done, failed = [0] * tasks, []
+start = time.monotonic()
+def run(task):
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT if write else os.O_RDONLY | os.O_DIRECT)
+    buffer = mmap.mmap(-1, size)
+    rand = random.Random(task)
+    try:
+        while time.monotonic() - start < seconds:
+            at = rand.randrange((16 << 20) // size) * size
+            (os.pwritev if write else os.preadv)(fd, [buffer], at)
+            done[task] += 1
+    except OSError as e:
+        failed.append(e.errno)
+threads = [threading.Thread(target=run, args=(task,)) for task in range(tasks)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(json.dumps({"done": done, "seconds": time.monotonic() - start, "failed": failed}))
+"""
+DISK = "format=ram,size=16M"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _watched():
+    """The machine, for rates that it may miss."""
+    rates.watch()
+
+
+def load(mount, tasks, seconds, how="read", size=4096):
+    return json.loads(m.script(LOAD, mount.path, tasks, seconds, how, size))
+
+
+def rate(found):
+    r.require(not found["failed"], f"errors {found['failed']}")
+    return sum(found["done"]) / found["seconds"]
+
+
+@pytest.mark.parametrize("tasks", [1, 4])
+def test_a_rate_is_kept(suite, tasks):
+    suite.ours()
+    mount = m.Mount(suite, f"rate{tasks}-{suite.transport}", disk=DISK, extra=",limits.iops=1500")
+    found = load(mount, tasks, 5)
+    close(f"reads of {tasks} tasks", rate(found), 1500, 3)
+    r.require(min(found["done"]) > 0, f"a task got nothing: {found['done']}")
+    mount.cli("limit", "f0", "--bps-write", "16M")
+    close("writes of 64k", rate(load(mount, tasks, 5, "write", 64 << 10)), 256, 3)
+    r.require(sum(q["limited-us"] for q in mount.queues()) > 100_000, "status does not show the wait")
+    mount.stop()
+
+
+def test_limits_change_while_queues_move(suite):
+    suite.ours()
+    mount = m.Mount(suite, f"moved-{suite.transport}", disk=DISK, extra=",limits.iops=1000")
+    worker = [mount.daemon.worker_new(), 0]
+
+    def move():
+        worker.reverse()
+        mount.cli("attach", "f0", str(worker[0]))
+        time.sleep(0.1)
+
+    moving = r.Repeating(move)
+    close("while the queues move", rate(load(mount, 4, 5)), 1000, 3)
+    moving.stop()
+    mount.cli("limit", "f0", "--off")
+    time.sleep(0.2)
+    r.require(rate(load(mount, 4, 1)) > 2000, "the limits are not lifted")
+    mount.stop()
+
+
+def test_a_flush_passes_and_the_mount_ends_while_it_waits(suite):
+    suite.ours()
+    mount = m.Mount(suite, f"ends-{suite.transport}", disk=DISK, extra=",limits.iops=200")
+    text = "import os, sys\nfd = os.open(sys.argv[1], os.O_RDWR)\nfor at in range(100): os.pwrite(fd, b'x', at * 512); os.fsync(fd)"
+    m.script(text, mount.path)
+    mount.cli("limit", "f0", "--bps", "1")
+    argv = [sys.executable, "-B", "-c", LOAD, mount.path, "4", "60", "write", "4096"]
+    child = r.Child(suite.rig, f"waits-{suite.transport}", argv)
+    r.wait_for("it waits", lambda: sum(q["limited-us"] for q in mount.queues()) > 0)
+    mount.stop()
+    child.wait()
+
+
+@pytest.mark.transports("dev")
+def test_a_mount_with_passthrough_has_no_limits(suite):
+    suite.ours()
+    image = suite.image("through.img", 16 << 20, memory=False)
+    mount = m.Mount(suite, "through", image=image, writable=False, passthrough="auto")
+    if mount.export()["mount"]["passthrough"]:
+        r.message_of(mount.cli("limit", "f0", "--iops", "5", check=False), "passthrough=off")
+    mount.stop()
+    mount = m.Mount(suite, "limited", image=image, writable=False, passthrough="auto", extra=",limits.iops=500")
+    r.require(not mount.export()["mount"]["passthrough"], "the kernel would not keep the limits")
+    r.require("limits" in mount.export()["mount"]["passthrough-reason"], mount.export())
+    mount.stop()
