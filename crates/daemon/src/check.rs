@@ -301,6 +301,7 @@ fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool
         ("engine", &[VhostUserBlk, VhostUserNet], spec.engine.is_some()),
         ("memory-may-block", &[VhostUserBlk, VhostUserNet], spec.memory_may_block.is_some()),
         ("limits", &[VhostUserBlk, Fuse], spec.limits.is_some()),
+        ("latency", &[VhostUserBlk, Fuse], spec.latency.is_some()),
         ("serial", &[VhostUserBlk], spec.serial.is_some()),
         ("block-size", &[VhostUserBlk], spec.block_size.is_some()),
         ("readonly", &[VhostUserBlk], spec.readonly),

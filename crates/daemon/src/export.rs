@@ -16,7 +16,7 @@ use vshunt_block::Disk;
 use vshunt_engine::Observer;
 use vshunt_engine::{DRAIN_LIMIT, LimitCell, QueueStats, State, WorkerId, Workers};
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{Engine, ExportInfo, ExportKind, ExportSpec, QueueInfo};
+use vshunt_types::spec::{Engine, ExportInfo, ExportKind, ExportSpec, LatencyInfo, QueueInfo};
 use vshunt_types::sync::LockedShared;
 
 pub(crate) use self::prepared::Backend;
@@ -247,6 +247,7 @@ impl Export {
 
     pub(super) fn info(&self) -> ExportInfo {
         let served = self.served();
+        let queue_list = served.as_ref().map_or(Vec::new(), |s| self.list(s));
         ExportInfo {
             spec: self.spec.clone(),
             // Uses the guard that is held already. A second one would wait for a writer that waits
@@ -261,7 +262,10 @@ impl Export {
             features: served.as_ref().map_or(Vec::new(), |s| s.frontend.features()),
             mount: served.as_ref().and_then(|s| s.frontend.mount()),
             port: served.as_ref().and_then(|s| s.frontend.port()),
-            queue_list: served.as_ref().map_or(Vec::new(), |s| self.list(s)),
+            service_times: LatencyInfo::sum(
+                queue_list.iter().filter_map(|queue| queue.service_times.as_ref()),
+            ),
+            queue_list,
             queues_left_out: 0,
         }
     }
@@ -343,6 +347,9 @@ pub(super) fn queue_info(
         in_flight: stats.in_flight.load(Relaxed),
         generation,
         requests: stats.requests.load(Relaxed),
+        reads: stats.reads.load(Relaxed),
+        writes: stats.writes.load(Relaxed),
+        flushes: stats.flushes.load(Relaxed),
         errors: stats.errors.load(Relaxed),
         read_bytes: stats.read_bytes.load(Relaxed),
         write_bytes: stats.write_bytes.load(Relaxed),
@@ -350,6 +357,7 @@ pub(super) fn queue_info(
         notifications: stats.notifications.load(Relaxed),
         limited_us: stats.limited_ns.load(Relaxed) / 1000,
         net: None,
+        service_times: stats.latency.info(),
     }
 }
 

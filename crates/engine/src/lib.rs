@@ -46,6 +46,7 @@
 mod attach;
 mod eventfd;
 mod kernel;
+mod latency;
 mod limits;
 mod mailbox;
 mod observer;
@@ -65,6 +66,7 @@ mod wait;
 pub use attach::{DRAIN_LIMIT, QueueSet};
 pub use eventfd::EventFd;
 pub use kernel::KernelWorker;
+pub use latency::{Latency, Meter, RequestKind};
 pub use limits::{
     Direction, LimitCell, LimitGate, LimitGroup, LimitMember, Rate as LimitRate, RateSet as LimitRateSet,
     Rates as LimitRates,

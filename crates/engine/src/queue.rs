@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
 
+use super::latency::{Latency, RequestKind};
 use super::uring::{Token, Uring};
 
 /// One source of requests. It is `Send` and not `Sync`: its state moves with it from worker to
@@ -113,6 +114,12 @@ pub struct QueueStats {
     pub in_flight: AtomicU32,
     /// Requests completed.
     pub requests: AtomicU64,
+    /// Reads among them, if the queue is of a disk or a mount.
+    pub reads: AtomicU64,
+    /// Writes among them.
+    pub writes: AtomicU64,
+    /// Flushes among them.
+    pub flushes: AtomicU64,
     /// Requests completed with an error.
     pub errors: AtomicU64,
     /// Bytes that the guest read.
@@ -125,6 +132,8 @@ pub struct QueueStats {
     pub notifications: AtomicU64,
     /// Nanoseconds that requests waited for limits.
     pub limited_ns: AtomicU64,
+    /// Service times of its requests, if they are measured.
+    pub latency: Latency,
 }
 
 impl QueueStats {
@@ -132,6 +141,18 @@ impl QueueStats {
     #[inline]
     pub fn add(counter: &AtomicU64, n: u64) {
         counter.store(counter.load(Relaxed).wrapping_add(n), Relaxed);
+    }
+
+    /// Counts a completed request.
+    #[inline]
+    pub fn completed(&self, kind: RequestKind) {
+        Self::add(&self.requests, 1);
+        match kind {
+            RequestKind::Read => Self::add(&self.reads, 1),
+            RequestKind::Write => Self::add(&self.writes, 1),
+            RequestKind::Flush => Self::add(&self.flushes, 1),
+            RequestKind::Other => {}
+        }
     }
 
     /// Returns whether the queue is in use.

@@ -24,7 +24,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use vshunt_block::{DiskHandle, Io, Step};
 use vshunt_engine::{EventFd, LimitGate};
-use vshunt_engine::{Forwarder, Queue, QueueStats, Token, Uring};
+use vshunt_engine::{Forwarder, Meter, Queue, QueueStats, RequestKind, Token, Uring};
 
 use self::blocking::CompletionQueue;
 pub(crate) use self::blocking::MountEvent;
@@ -70,6 +70,9 @@ pub(crate) struct QueueConfig {
 struct RequestSlot {
     io: Io,
     unique: u64,
+    kind: RequestKind,
+    /// When it was taken; see [`Meter::stamp`].
+    taken: u64,
     next_step: NextStep,
     /// Its write holds the lock of writes.
     holds_lock: bool,
@@ -102,6 +105,7 @@ pub(crate) struct FuseQueue<T: QueueTransport> {
     /// Data of the requests taken in this iteration.
     iteration_bytes: u64,
     limit: LimitGate,
+    meter: Meter,
     // Any thread's.
     completions: Arc<CompletionQueue>,
     write_share: Arc<WriteShare>,
@@ -145,6 +149,8 @@ impl<T: QueueTransport> FuseQueue<T> {
         let slot = |_| RequestSlot {
             io: Io::default(),
             unique: 0,
+            kind: RequestKind::Other,
+            taken: 0,
             next_step: NextStep::None,
             holds_lock: false,
             zeroed: 0,
@@ -164,6 +170,7 @@ impl<T: QueueTransport> FuseQueue<T> {
             replied: 0,
             iteration_bytes: 0,
             limit: LimitGate::new(shared.limits.clone(), index),
+            meter: stats.latency.meter(),
             completions: Arc::new(CompletionQueue::new(eventfd.clone())),
             write_share: shared.write_share(index).ok_or(std::io::ErrorKind::InvalidInput)?,
             shared,
@@ -208,7 +215,12 @@ impl<T: QueueTransport> FuseQueue<T> {
     /// Ends a request whose reply is written.
     fn release(&mut self, uring: &mut Uring, place: Token, slot: u16) {
         self.replied += 1;
-        QueueStats::add(&self.stats.requests, 1);
+        let RequestSlot { taken, kind, .. } = self.slots[slot];
+        self.stats.completed(kind);
+        self.meter.done(taken, kind);
+        if T::CALL_FOR_EACH {
+            self.meter.publish();
+        }
         self.recycle(uring, place, slot);
     }
 
@@ -298,6 +310,7 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
         self.iteration_bytes = 0;
         let mut taken = 0;
         let limited = self.limit.begin();
+        self.meter.batch();
         while taken < budget && self.iteration_bytes < ITERATION_BYTES {
             // A request that is read cannot be returned, and what it is is not known before.
             if limited && !self.limit.ask_any() {
@@ -310,6 +323,9 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
                     self.in_flight += 1;
                     if limited {
                         self.charge(&request);
+                    }
+                    if T::CALL_FOR_EACH {
+                        self.meter.batch();
                     }
                     self.begin(uring, place, &request);
                     if request.is_last {
@@ -360,6 +376,7 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
     }
 
     fn publish(&mut self) -> bool {
+        self.meter.publish();
         let replied = std::mem::take(&mut self.replied);
         QueueStats::add(&self.stats.notifications, u64::from(replied));
         // Each reply may wake a task that waited for it.

@@ -10,6 +10,7 @@ mod access;
 mod drops;
 mod idle;
 mod job;
+mod latency;
 mod limits;
 mod net;
 mod port;
@@ -17,6 +18,7 @@ mod port;
 pub use access::{SocketAccess, SocketMode};
 pub use drops::{DROP_REASONS, DropReason, NetDrops};
 pub use job::{BackupSpec, BitmapInfo, BitmapSpec, JobInfo, JobKind, JobStatus};
+pub use latency::{LatencyFigures, LatencyInfo, LatencyMode};
 pub use limits::{Burst, LIMIT_MAX, LimitsSpec};
 pub use net::{
     AddressOrigin, Mac, NetAddress, NetCounters, NetInfo, NetKind, NetQueueCounters, NetSpec, Steering,
@@ -278,6 +280,10 @@ pub struct ExportSpec {
     /// that of the daemon.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll_us: Option<u32>,
+    /// vhost-user-blk, fuse: whether the service times of requests are measured. Absent: `sampled`.
+    /// It has no effect on requests that the kernel serves (`engine=kernel`, passthrough).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub latency: Option<LatencyMode>,
     /// vhost-user-net: the address of the guest, for front ends that ask for it. Absent: the front
     /// end or the guest chooses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -475,6 +481,15 @@ pub struct QueueInfo {
     /// Requests completed since the export was added; for a network frames. With `engine=kernel`
     /// the counters of a network device are 0, because the kernel does not report them.
     pub requests: u64,
+    /// Reads among them. 0 for a network, and with `engine=kernel`.
+    #[serde(default)]
+    pub reads: u64,
+    /// Writes among them.
+    #[serde(default)]
+    pub writes: u64,
+    /// Flushes among them; of a mount, fsync.
+    #[serde(default)]
+    pub flushes: u64,
     /// Requests completed with an error.
     pub errors: u64,
     /// Bytes that the guest read.
@@ -491,6 +506,10 @@ pub struct QueueInfo {
     /// vhost-user-net, uplink: frames in each direction.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub net: Option<NetQueueCounters>,
+    /// vhost-user-blk, fuse: service times since the export was added. Absent before the first
+    /// start of the queue, with `latency=off` and with `engine=kernel`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub service_times: Option<LatencyInfo>,
 }
 
 impl QueueInfo {
@@ -528,6 +547,9 @@ pub struct ExportInfo {
     /// On a switch: its port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub port: Option<PortInfo>,
+    /// vhost-user-blk, fuse: service times of all queues together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub service_times: Option<LatencyInfo>,
     /// Its queues.
     pub queue_list: Vec<QueueInfo>,
     /// The number of queues that `query-exports` left out with `started-only`.

@@ -73,7 +73,7 @@ impl Start<'_> {
                 Err(e) => return Err(e),
             },
         };
-        let set = self.queues(count, false)?;
+        let set = self.measured_queues(count)?;
         self.user_socket(socket, Arc::new(device), set, reason)
     }
 
@@ -139,7 +139,7 @@ impl Start<'_> {
     /// Starts a disk as a file of the host.
     fn mount(&mut self, prepared: PreparedMount) -> Result<Served> {
         let PreparedMount { plan, disk } = prepared;
-        let set = self.queues(plan.queues, false)?;
+        let set = self.measured_queues(plan.queues)?;
         let (observer, limits) = (self.observer.clone(), self.limits.clone());
         let mount = Fuse::start(self.spec, plan, disk, &set, observer, self.prepare_image, limits)?;
         Ok(Served { frontend: Frontend::Fuse(mount), queues: ExportQueues::User(set), engine_reason: None })
@@ -152,6 +152,14 @@ impl Start<'_> {
         // A control queue is mostly idle, and must not keep a worker from being freed.
         workers_of.extend(control.then_some(FIRST_WORKER));
         Ok(Arc::new(QueueSet::new(&self.spec.name, self.workers, &workers_of)?))
+    }
+
+    /// Makes queues of a disk, whose service times are measured.
+    fn measured_queues(&mut self, count: u16) -> Result<Arc<QueueSet>> {
+        let set = self.queues(count, false)?;
+        let mode = self.spec.latency.unwrap_or_default();
+        (0..count).for_each(|index| set.stats(index).latency.set_mode(mode));
+        Ok(set)
     }
 
     /// Starts a device whose rings workers of this process serve. `reason`: why the kernel does not

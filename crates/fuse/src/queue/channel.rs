@@ -165,6 +165,7 @@ impl ChannelTransport {
 impl QueueTransport for ChannelTransport {
     const SLOTS: u16 = CHANNEL_SLOTS;
     const REPLIES_IN_BUFFER: bool = false;
+    const CALL_FOR_EACH: bool = true;
 
     fn arm(&mut self, _: &mut Uring, _: Token) -> Vec<Failure> {
         self.is_ready = true;

@@ -7,7 +7,7 @@
 use std::fs::Metadata;
 
 use vshunt_block::{Op, Step};
-use vshunt_engine::{Direction, QueueStats, Token, Uring};
+use vshunt_engine::{Direction, QueueStats, RequestKind, Token, Uring};
 
 use super::blocking::{BufferBytes, Task, TaskResult, metadata};
 use super::transport::{OP_DISK, QueueTransport, Request};
@@ -70,6 +70,13 @@ impl<T: QueueTransport> FuseQueue<T> {
         let (slot, payload_bytes) = (*slot, *payload_bytes);
         let state = &mut self.slots[slot];
         state.unique = header.unique;
+        state.taken = self.meter.stamp();
+        state.kind = match header.opcode {
+            op::READ => RequestKind::Read,
+            op::WRITE => RequestKind::Write,
+            op::FSYNC => RequestKind::Flush,
+            _ => RequestKind::Other,
+        };
         if payload_bytes > 0 {
             state.zeroed = 0;
         }

@@ -71,6 +71,9 @@ pub(crate) trait QueueTransport: Send + 'static {
     const SLOTS: u16;
     /// Whether the structure of a reply is written to the slot's buffer.
     const REPLIES_IN_BUFFER: bool;
+    /// Whether each request and each reply is a system call of its own, so that the times of a
+    /// batch are not the times of its requests.
+    const CALL_FOR_EACH: bool;
 
     /// Attach, step 4: starts to deliver requests.
     fn arm(&mut self, uring: &mut Uring, place: Token) -> Vec<Failure>;

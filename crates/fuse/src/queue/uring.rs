@@ -74,6 +74,7 @@ impl UringTransport {
 impl QueueTransport for UringTransport {
     const SLOTS: u16 = RING_ENTRIES;
     const REPLIES_IN_BUFFER: bool = true;
+    const CALL_FOR_EACH: bool = false;
 
     fn arm(&mut self, uring: &mut Uring, place: Token) -> Vec<Failure> {
         self.entries.register(uring, place);

@@ -19,7 +19,7 @@ use virtio::log::DirtyLog;
 use virtio::mem::GuestMemory;
 use virtio::ring::{Chain, DeviceRing, Head, Seg, UsedLog};
 use vshunt_block::{Disk, DiskHandle, Io, Step};
-use vshunt_engine::{EventFd, LimitCell, LimitGate, PollEvent, PollState};
+use vshunt_engine::{EventFd, LimitCell, LimitGate, Meter, PollEvent, PollState, RequestKind};
 use vshunt_engine::{Queue, QueueStats, State, Token, Uring};
 use vshunt_virtqueue::{RingParts, VirtqueueOwner, Vring};
 
@@ -73,6 +73,9 @@ struct RequestSlot {
     io: Io,
     status: *mut u8,
     head: Head,
+    kind: RequestKind,
+    /// When it was taken; see [`Meter::stamp`].
+    taken: u64,
 }
 
 /// One virtqueue of a disk.
@@ -95,6 +98,7 @@ pub(super) struct BlkQueue {
     taken_bytes: u64,
     replays: Vec<Replay>,
     limit: LimitGate,
+    meter: Meter,
     broken: bool,
     log: Option<Arc<DirtyLog>>,
     /// While there is a dirty log: the buffers that the request of each slot may write to.
@@ -123,6 +127,8 @@ impl BlkQueue {
                 io: Io::default(),
                 status: std::ptr::null_mut(),
                 head: Head { id: 0, descs: 0 },
+                kind: RequestKind::Other,
+                taken: 0,
             })
             .collect();
         let mut replays = parts.replays;
@@ -142,6 +148,7 @@ impl BlkQueue {
             taken_bytes: 0,
             replays,
             limit: LimitGate::new(shared.limits.clone(), index),
+            meter: parts.stats.latency.meter(),
             broken: false,
             writable: writable_buffers(size, parts.log.as_ref()),
             log: parts.log,
@@ -163,6 +170,7 @@ impl BlkQueue {
     fn publish_staged(&mut self) {
         if self.staged > 0 {
             self.staged = 0;
+            self.meter.publish();
             if self.vring.publish() {
                 self.notify();
                 self.notified = true;
@@ -306,6 +314,7 @@ impl Queue for BlkQueue {
             return 0;
         }
         self.taken_bytes = 0;
+        self.meter.batch();
         self.handle.iter().for_each(DiskHandle::begin_batch);
         let taken = self.take_all(uring, base, budget);
         self.handle.iter().for_each(DiskHandle::end_batch);

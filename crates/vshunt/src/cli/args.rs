@@ -303,6 +303,14 @@ Columns of queues:
   If more than 8 queues of an export never started, one line gives their
   number. --json lists them.
 
+Columns of service times of disks and mounts, from take to completion:
+  LATENCY OF  kind of requests. sampled: one batch of requests in eight is
+              measured (latency= of an export)
+  REQUESTS    requests that were measured since the export was added
+  P50, P99    half, and 99 %, of them took at most so long; at most 12.5 % too
+              large
+  MAX         the longest
+
 Columns of workers:
   KIND     user: a thread of the daemon; stalled: it has work and has not run
            for one second; kernel: a worker of the kernel, for one export

@@ -126,6 +126,7 @@ fn status(client: &mut Client, args: ListArgs) -> Outcome {
         show::limits(&exports),
         (!jobs.is_empty()).then(|| show::jobs(&jobs)),
         show::queues(&queues, &exports),
+        show::latencies(&exports),
         Some(show::workers(&workers)),
         show::drops(&queues),
         Some(show::sandbox(&call(client, "query-sandbox", none())?)),

@@ -1,6 +1,7 @@
 //! Tables for users: columns two spaces apart, numbers aligned to the right.
 
 mod idle;
+mod latency;
 mod queues;
 
 use std::fmt::Write as _;
@@ -13,6 +14,7 @@ use vshunt_types::spec::{
 };
 
 pub(crate) use self::idle::ranges;
+pub(crate) use self::latency::{latencies, time};
 pub(crate) use self::queues::{drops, queues};
 use crate::outcome::one_line;
 
@@ -474,6 +476,9 @@ mod tests {
             in_flight: 0,
             generation: 1,
             requests: 0,
+            reads: 0,
+            writes: 0,
+            flushes: 0,
             errors: 0,
             read_bytes: 0,
             write_bytes: 0,
@@ -481,6 +486,7 @@ mod tests {
             notifications: 0,
             limited_us: 0,
             net,
+            service_times: None,
         };
         let nic = |drops| queue("c0", Some(NetQueueCounters { drops, ..NetQueueCounters::default() }));
         assert_eq!(drops(&[nic(NetDrops::default()), queue("d0", None)]), None);

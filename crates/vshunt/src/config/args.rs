@@ -129,6 +129,8 @@ Keys of --export with type=vhost-user-blk:
   readonly          on: writes of the guest are refused
   serial            that the guest sees, at most 20 bytes
   block-size        that the guest sees, 512 to 4096
+  latency           service times: sampled (default): of one batch of requests
+                    in eight; on: of all requests; off
   engine            user (default): workers of the daemon; kernel: needs the
                     module vhost_blk and a block device or raw file; auto
   memory-may-block  on: guest memory may be in files of any file system, not
@@ -174,6 +176,7 @@ Keys of --export with type=fuse:
                     works
   passthrough       auto (default): the kernel itself reads and writes the image
                     where it can; off
+  latency           as of vhost-user-blk
 
 Keys of --worker:
   name              in lists

@@ -15,8 +15,8 @@ use prometheus_client::registry::{Registry, Unit};
 use serde::Serialize;
 use vshunt_daemon::Daemon;
 use vshunt_types::spec::{
-    DiskInfo, Engine, ExportInfo, ExportKind, JobInfo, JobStatus, NetCounters, NetInfo, NetQueueCounters,
-    PortInfo, PortState, QueueInfo, WorkerInfo,
+    DiskInfo, Engine, ExportInfo, ExportKind, JobInfo, JobStatus, LatencyFigures, NetCounters, NetInfo,
+    NetQueueCounters, PortInfo, PortState, QueueInfo, WorkerInfo,
 };
 
 /// The prefix of all names.
@@ -91,10 +91,12 @@ impl Collector for Snapshot {
     }
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 enum Number {
     Whole(u64),
     Real(f64),
+    /// A sum in seconds, and bins with their limits in seconds.
+    Histogram(f64, Vec<(f64, u64)>),
 }
 
 impl From<u64> for Number {
@@ -120,11 +122,15 @@ impl Sample<'_> {
     }
 
     fn encode_value(&self, encoder: &mut MetricEncoder<'_>, kind: MetricType) -> fmt::Result {
-        match (kind, self.value) {
-            (MetricType::Counter, Number::Whole(n)) => encoder.encode_counter::<NoLabelSet, _, u64>(&n, None),
-            (MetricType::Counter, Number::Real(n)) => encoder.encode_counter::<NoLabelSet, _, u64>(&n, None),
-            (_, Number::Whole(n)) => encoder.encode_gauge(&n),
-            (_, Number::Real(n)) => encoder.encode_gauge(&n),
+        match (kind, &self.value) {
+            (MetricType::Counter, Number::Whole(n)) => encoder.encode_counter::<NoLabelSet, _, u64>(n, None),
+            (MetricType::Counter, Number::Real(n)) => encoder.encode_counter::<NoLabelSet, _, u64>(n, None),
+            (_, Number::Whole(n)) => encoder.encode_gauge(n),
+            (_, Number::Real(n)) => encoder.encode_gauge(n),
+            (_, Number::Histogram(sum, bins)) => {
+                let count = bins.iter().map(|(_, n)| n).sum();
+                encoder.encode_histogram::<NoLabelSet>(*sum, count, bins, None)
+            }
         }
     }
 }
@@ -152,6 +158,8 @@ enum Of {
     NetCounter(fn(&NetCounters) -> u64),
     ExportInfo,
     Export(fn(&ExportInfo) -> Option<u64>),
+    /// The service times of each export, for each kind of requests.
+    Latency,
     /// A value of each port of a switch.
     Port(fn(&PortInfo) -> u64),
     QueueState,
@@ -257,6 +265,13 @@ static FAMILIES: &[Family] = &[
         "Times that a mounted file is open",
         Of::Export(|e| e.mount.as_ref().map(|m| m.open_files.into())),
     ),
+    Family {
+        name: "export_latency",
+        unit: SECONDS,
+        kind: MetricType::Histogram,
+        help: "Service times of the requests of a disk, from take to completion",
+        of: Of::Latency,
+    },
     gauge(
         "export_addresses",
         None,
@@ -397,6 +412,7 @@ impl Of {
             }
             Self::ExportInfo => s.exports.iter().map(|e| sample(export_labels(e), 1)).collect(),
             Self::Export(f) => s.exports.iter().filter_map(|e| Some(sample([export(e)], f(e)?))).collect(),
+            Self::Latency => s.exports.iter().flat_map(latencies).collect(),
             Self::Port(f) => {
                 s.exports.iter().filter_map(|e| Some(sample([export(e)], f(e.port.as_ref()?)))).collect()
             }
@@ -465,6 +481,19 @@ fn net_labels(n: &NetInfo) -> [Label<'_>; 4] {
 
 fn export(export: &ExportInfo) -> Label<'_> {
     ("export", export.spec.name.as_str().into())
+}
+
+/// An export of a disk has a histogram for each kind from the start, so that the first request is
+/// seen as growth.
+fn latencies(e: &ExportInfo) -> impl Iterator<Item = Sample<'_>> {
+    let empty = LatencyFigures::default();
+    e.service_times.iter().flat_map(|latency| latency.each()).map(move |(operation, figures)| {
+        let figures = figures.unwrap_or(&empty);
+        let seconds = |ns| if ns == u64::MAX { f64::INFINITY } else { ns as f64 / 1e9 };
+        let bins = figures.by_power().into_iter().map(|(limit, n)| (seconds(limit), n)).collect();
+        let value = Number::Histogram(figures.total_ns as f64 / 1e9, bins);
+        Sample { labels: vec![export(e), ("operation", operation.into())], value }
+    })
 }
 
 fn export_labels(e: &ExportInfo) -> [Label<'_>; 6] {

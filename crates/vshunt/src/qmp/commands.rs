@@ -8,6 +8,7 @@
 //! The reference (docs/reference/qmp.md) shows the doc comments of the structs that arguments are
 //! read into.
 
+mod blockstats;
 mod config;
 pub(super) mod fdset;
 mod jobs;

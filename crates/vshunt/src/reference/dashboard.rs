@@ -87,7 +87,14 @@ fn panel(id: usize, [name, kind, labels, meaning]: &[String; 4], place: Value) -
     }
     let series = format!("{name}{{{chosen}}}");
     let is_counter = kind == "counter";
-    let query = if is_counter { format!("rate({series}[$__rate_interval])") } else { series };
+    let query = match kind.as_str() {
+        "counter" => format!("rate({series}[$__rate_interval])"),
+        "histogram" => format!(
+            "histogram_quantile(0.99, sum by (instance, {}, le) (rate({name}_bucket{{{chosen}}}[$__rate_interval])))",
+            labels.join(", ")
+        ),
+        _ => series,
+    };
     let legend: Vec<_> = std::iter::once("instance").chain(labels).map(|l| format!("{{{{{l}}}}}")).collect();
     let of_unit = |unit: &str| name.ends_with(unit) || name.ends_with(&format!("{unit}_total"));
     let unit = match (of_unit("_bytes"), of_unit("_seconds"), is_counter) {
@@ -100,7 +107,8 @@ fn panel(id: usize, [name, kind, labels, meaning]: &[String; 4], place: Value) -
         _ => "short",
     };
     json!({
-        "id": id, "type": "timeseries", "title": meaning, "gridPos": place,
+        "id": id, "type": "timeseries",
+        "title": if kind == "histogram" { format!("{meaning}, 99th percentile") } else { meaning.clone() }, "gridPos": place,
         "datasource": { "type": "prometheus", "uid": "${source}" },
         "fieldConfig": { "defaults": { "unit": unit, "min": 0 }, "overrides": [] },
         "targets": [{ "refId": "A", "expr": query, "legendFormat": legend.join(" ") }],
@@ -114,7 +122,8 @@ fn the_dashboard_and_the_alerts_name_the_metrics_that_there_are() {
     let metrics = crate::metrics::families::tests::rows();
     let text = dashboard(&metrics);
     for metric in metrics.iter().filter(|m| has_panel(m)) {
-        assert!(text.contains(&format!("{}{{", plain(&metric[0]))), "no panel for {}", metric[0]);
+        let suffix = if metric[1] == "histogram" { "_bucket" } else { "" };
+        assert!(text.contains(&format!("{}{suffix}{{", plain(&metric[0]))), "no panel for {}", metric[0]);
     }
     let rules = std::fs::read_to_string(super::root().join("packaging/prometheus/vshunt.rules.yml")).unwrap();
     let expressions: String = rules.lines().filter(|l| l.trim_start().starts_with("expr:")).collect();

@@ -82,6 +82,9 @@ impl Source {
 
     /// Returns a type in words, and the words of an enum.
     fn kind(&self, ty: &Type, prefix: &str) -> (String, Vec<(String, String)>) {
+        if let Type::Tuple(_) = ty {
+            return ("pair".to_owned(), Vec::new());
+        }
         let Type::Path(path) = ty else { panic!("a type that is no path") };
         let last = path.path.segments.last().expect("a path has segments");
         let inner = match &last.arguments {

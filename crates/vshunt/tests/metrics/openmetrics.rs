@@ -55,7 +55,26 @@ pub(crate) fn parse(text: &str) -> Scrape {
             }
         }
     }
+    check_histograms(&values);
     Scrape { values }
+}
+
+/// The buckets of a histogram are cumulative, and the last one has all.
+fn check_histograms(values: &BTreeMap<Series, f64>) {
+    let mut histograms: BTreeMap<Series, Vec<(f64, f64)>> = BTreeMap::new();
+    for ((name, labels), value) in values.iter().filter(|((name, _), _)| name.ends_with("_bucket")) {
+        let mut labels = labels.clone();
+        let le = labels.remove("le").unwrap_or_else(|| panic!("{name} without le"));
+        let name = name.trim_end_matches("_bucket").to_owned();
+        histograms.entry((name, labels)).or_default().push((le.parse().unwrap(), *value));
+    }
+    for ((name, labels), mut buckets) in histograms {
+        buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
+        assert!(buckets.windows(2).all(|two| two[0].1 <= two[1].1), "{name} {labels:?} {buckets:?}");
+        let count = values.get(&(format!("{name}_count"), labels.clone()));
+        assert_eq!(buckets.last(), count.map(|count| (f64::INFINITY, *count)).as_ref(), "{name}");
+        assert!(values.contains_key(&(format!("{name}_sum"), labels)), "{name} has no sum");
+    }
 }
 
 fn is_name(text: &str) -> bool {
@@ -75,7 +94,7 @@ fn describe(said: &str, family: &mut Option<Family>, seen: &mut BTreeSet<String>
     match what {
         "HELP" => assert!(!std::mem::replace(&mut family.help, true) && !rest.is_empty(), "{said}"),
         "TYPE" => {
-            assert!(["counter", "gauge"].contains(&rest), "{said}");
+            assert!(["counter", "gauge", "histogram"].contains(&rest), "{said}");
             assert!(std::mem::replace(&mut family.kind, rest.to_owned()).is_empty(), "{said}");
         }
         "UNIT" => {
@@ -133,11 +152,12 @@ fn quoted(text: &str) -> (String, &str) {
 fn check(family: &Family, (name, _): &Series, value: f64) {
     assert!(family.help && !family.kind.is_empty(), "{name} has no HELP or no TYPE");
     let suffix = name.strip_prefix(&family.name).unwrap_or_else(|| panic!("{name} below {}", family.name));
-    let want = match family.kind.as_str() {
-        "counter" => "_total",
-        _ => "",
+    let allowed: &[&str] = match family.kind.as_str() {
+        "counter" => &["_total"],
+        "histogram" => &["_bucket", "_count", "_sum"],
+        _ => &[""],
     };
-    assert_eq!(suffix, want, "{name}");
+    assert!(allowed.contains(&suffix), "{name}");
     assert!(value >= 0.0 && (!name.ends_with("_info") || value == 1.0), "{name} {value}");
     for unit in ["bytes", "seconds"] {
         assert_eq!(
@@ -165,6 +185,10 @@ fn it_is_strict() {
         ("# TYPE a gauge\na 1\n# EOF\n".to_owned(), "no help"),
         ("# HELP a x\n# TYPE a counter\na 1\n# EOF\n".to_owned(), "a counter without _total"),
         ("# HELP a_bytes x\n# TYPE a_bytes gauge\na_bytes 1\n# EOF\n".to_owned(), "no unit"),
+        (
+            "# HELP a x\n# TYPE a histogram\na_sum 1\na_count 1\na_bucket{le=\"+Inf\"} 2\n# EOF\n".to_owned(),
+            "a count that is not the last bucket",
+        ),
         (format!("{gauge}a 1\n# HELP b x\n# TYPE b gauge\nb 1\n{gauge}a 2\n# EOF\n"), "in two places"),
     ] {
         assert!(std::panic::catch_unwind(|| parse(&bad)).is_err(), "{why} is taken: {bad}");

@@ -10,7 +10,7 @@ use virtio::blk::{
 use virtio::mem;
 use virtio::ring::{Seg, gather, scatter};
 use vshunt_block::{Op, Step};
-use vshunt_engine::{Direction, QueueStats, Token, Uring};
+use vshunt_engine::{Direction, QueueStats, RequestKind, Token, Uring};
 use vshunt_types::spec::Cache;
 
 use super::{BlkQueue, OP_IO, REQUEST_BYTES_MAX, RequestSlot};
@@ -33,15 +33,18 @@ impl BlkQueue {
         let Some(index) = self.free.pop() else { unreachable!("the caller checked that a slot is free") };
         let Some(slot) = self.slots.get_mut(usize::from(index)) else { return self.break_off(&NO_SLOT) };
         slot.head = self.chain.head;
+        slot.taken = self.meter.stamp();
         let request = match split_request(&self.chain, &mut self.data) {
             Ok(request) => request,
             Err(bad) => {
+                slot.kind = RequestKind::Other;
                 slot.status = bad.status.unwrap_or(std::ptr::null_mut());
                 slot.io.reset(Op::Flush, 0, false);
                 return self.finish(index, -libc::EINVAL);
             }
         };
         slot.status = request.status;
+        slot.kind = kind_of(&request);
         if self.log.is_some() {
             self.remember_writable(index, request.writable);
         }
@@ -138,6 +141,16 @@ impl BlkQueue {
     }
 }
 
+#[inline]
+fn kind_of(request: &Request) -> RequestKind {
+    match request.kind {
+        VIRTIO_BLK_T_IN => RequestKind::Read,
+        VIRTIO_BLK_T_OUT => RequestKind::Write,
+        VIRTIO_BLK_T_FLUSH => RequestKind::Flush,
+        _ => RequestKind::Other,
+    }
+}
+
 /// Checks that `len` bytes from `sector` lie on a disk of `size` bytes, and are whole sectors.
 ///
 /// # Errors
@@ -224,7 +237,7 @@ impl BlkQueue {
             r if r == -libc::EOPNOTSUPP => VIRTIO_BLK_S_UNSUPP,
             _ => VIRTIO_BLK_S_IOERR,
         };
-        let (head, mut written) = (slot.head, 0);
+        let (head, kind, taken, mut written) = (slot.head, slot.kind, slot.taken, 0);
         if !slot.status.is_null() {
             // SAFETY: the address was translated when the chain was taken, as one byte that the
             // device may write. `mem` keeps it mapped.
@@ -246,7 +259,8 @@ impl BlkQueue {
         self.vring.push(head, written);
         self.staged += 1;
         self.free.push(index);
-        QueueStats::add(&self.stats.requests, 1);
+        self.meter.done(taken, kind);
+        self.stats.completed(kind);
     }
 
     /// Remembers the buffers that a request may write to, while the guest migrates.

@@ -35,10 +35,9 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &View, state: &mut State) {
     frame.render_widget(Paragraph::new(totals(view, state)), title);
     let heights = heights(body.height, [view.exports.len(), view.queues.len(), view.workers.len()]);
     let [exports, queues, workers] = Layout::vertical(heights.map(Constraint::Length)).areas(body);
-    let plain = |cells: [String; 8]| cells.map(Text::from);
-    let rows = view.exports.iter().map(text::export).map(plain).collect();
+    let rows = view.exports.iter().map(text::export).map(|cells| cells.map(Text::from)).collect();
     table(frame, exports, Focus::Exports, text::EXPORTS, rows, state);
-    let rows = view.queues.iter().map(text::queue).map(plain).collect();
+    let rows = view.queues.iter().map(text::queue).map(|cells| cells.map(Text::from)).collect();
     table(frame, queues, Focus::Queues, text::QUEUES, rows, state);
     let rows = view.workers.iter().map(|w| worker(w, state.no_colour)).collect();
     table(frame, workers, Focus::Workers, text::WORKERS, rows, state);
@@ -123,16 +122,16 @@ fn worker(row: &WorkerRow, no_colour: bool) -> [Text<'static>; 8] {
     cells
 }
 
-fn table(
+fn table<const N: usize>(
     frame: &mut Frame<'_>,
     area: Rect,
     which: Focus,
-    titles: [&str; 8],
-    rows: Vec<[Text<'static>; 8]>,
+    titles: [&str; N],
+    rows: Vec<[Text<'static>; N]>,
     state: &mut State,
 ) {
     let focused = state.focus == which;
-    let widths: [u16; 8] = std::array::from_fn(|at| {
+    let widths: [u16; N] = std::array::from_fn(|at| {
         let title = titles[at].trim_start_matches('>').len();
         let cells = rows.iter().map(|cells| cells[at].width());
         u16::try_from(cells.chain([title]).max().unwrap_or(0)).unwrap_or(u16::MAX)

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use vshunt_types::spec::{ExportInfo, QueueInfo, WorkerInfo};
 
-use super::super::call::{call, connect, started};
+use super::super::call::{call, connect, narrowed, started};
 use super::super::client::Client;
 use crate::outcome::Outcome;
 
@@ -26,7 +26,7 @@ impl Sample {
     /// Asks the daemon.
     pub(super) fn take(client: &mut Client) -> Outcome<Self> {
         let exports = started(client, "query-exports")?;
-        let queues = started(client, "query-queues")?;
+        let queues = narrowed(client, "query-queues", json!({ "started-only": true, "histograms": true }))?;
         Ok(Self { at: Instant::now(), exports, queues, workers: call(client, "query-workers", json!({}))? })
     }
 }

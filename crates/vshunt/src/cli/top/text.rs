@@ -2,13 +2,13 @@
 
 use vshunt_types::spec::{ExportKind, WorkerKind, cpu_list};
 
-use super::super::show::{or_dash, ranges, table};
-use super::view::{ExportRow, QueueRow, Rates, View, WorkerRow};
+use super::super::show::{or_dash, ranges, table, time};
+use super::view::{ExportRow, Latency, QueueRow, Rates, View, WorkerRow};
 
-pub(super) const EXPORTS: [&str; 8] =
-    ["EXPORT", "TYPE", "BACKEND", "STATE", ">IN-FLIGHT", ">REQ/s", ">READ/s", ">WRITTEN/s"];
-pub(super) const QUEUES: [&str; 8] =
-    ["QUEUE", ">WORKER", "STATE", ">IN-FLIGHT", ">REQ/s", ">READ/s", ">WRITTEN/s", ">ERR/s"];
+pub(super) const EXPORTS: [&str; 9] =
+    ["EXPORT", "TYPE", "BACKEND", "STATE", ">IN-FLIGHT", ">REQ/s", ">READ/s", ">WRITTEN/s", ">P99"];
+pub(super) const QUEUES: [&str; 10] =
+    ["QUEUE", ">WORKER", "STATE", ">IN-FLIGHT", ">REQ/s", ">READ/s", ">WRITTEN/s", ">ERR/s", ">P50", ">P99"];
 pub(super) const WORKERS: [&str; 8] =
     [">WORKER", "NAME", "CPUS", ">CPU%", "NOTE", ">REQ/s", ">SLEEPS/s", "QUEUES"];
 
@@ -26,7 +26,7 @@ pub(super) fn tables(view: &View) -> String {
     text + &table(WORKERS, view.workers.iter().map(worker))
 }
 
-pub(super) fn export(row: &ExportRow) -> [String; 8] {
+pub(super) fn export(row: &ExportRow) -> [String; 9] {
     let kind = match row.kind {
         ExportKind::VhostUserBlk => "vhost-user-blk",
         ExportKind::VhostUserNet => "vhost-user-net",
@@ -49,10 +49,16 @@ pub(super) fn export(row: &ExportRow) -> [String; 8] {
         requests,
         read,
         written,
+        latency(row.service_times, |l| l.p99_ns),
     ]
 }
 
-pub(super) fn queue(row: &QueueRow) -> [String; 8] {
+/// Formats a service time; `-` if none was measured.
+fn latency(latency: Option<Latency>, of: impl Fn(Latency) -> u64) -> String {
+    latency.map_or("-".to_owned(), |l| time(of(l)))
+}
+
+pub(super) fn queue(row: &QueueRow) -> [String; 10] {
     let [requests, read, written, errors] = rates(&row.rates);
     [
         row.name(),
@@ -63,6 +69,8 @@ pub(super) fn queue(row: &QueueRow) -> [String; 8] {
         read,
         written,
         errors,
+        latency(row.service_times, |l| l.p50_ns),
+        latency(row.service_times, |l| l.p99_ns),
     ]
 }
 

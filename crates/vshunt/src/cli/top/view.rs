@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::hash::Hash;
 
 use serde::Serialize;
-use vshunt_types::spec::{ExportInfo, ExportKind, QueueInfo, WorkerInfo, WorkerKind};
+use vshunt_types::spec::{ExportInfo, ExportKind, LatencyInfo, QueueInfo, WorkerInfo, WorkerKind};
 
 use super::sample::Sample;
 
@@ -38,6 +38,14 @@ pub(super) struct Rates {
     pub(super) errors: f64,
 }
 
+/// Service times of the requests that completed in the interval, of all kinds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Latency {
+    pub(super) p50_ns: u64,
+    pub(super) p99_ns: u64,
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct ExportRow {
@@ -49,6 +57,8 @@ pub(super) struct ExportRow {
     pub(super) in_flight: u32,
     #[serde(flatten)]
     pub(super) rates: Rates,
+    /// None if no request was measured.
+    pub(super) service_times: Option<Latency>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -61,6 +71,8 @@ pub(super) struct QueueRow {
     pub(super) in_flight: u32,
     #[serde(flatten)]
     pub(super) rates: Rates,
+    /// None if no request was measured.
+    pub(super) service_times: Option<Latency>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -118,7 +130,11 @@ impl View {
             Some(old) => Rates::between(old, q, seconds),
             None => Rates::default(),
         };
-        let exports = now.exports.iter().map(|e| ExportRow::new(e, &now.queues, rates)).collect();
+        let taken = |q: &QueueInfo| {
+            let old = old.get(&(q.export.as_str(), q.index)).and_then(|old| old.service_times.as_ref());
+            q.service_times.as_ref().zip(old).map(|(now, before)| now.since(before))
+        };
+        let exports = now.exports.iter().map(|e| ExportRow::new(e, &now.queues, rates, taken)).collect();
         let queues = now.queues.iter().filter(|q| q.has_started()).map(|q| QueueRow {
             export: q.export.clone(),
             index: q.index,
@@ -126,6 +142,7 @@ impl View {
             state: q.state.clone(),
             in_flight: q.in_flight,
             rates: rates(q),
+            service_times: taken(q).as_ref().and_then(Latency::of),
         });
         let old = by(&before.workers, |w| w.id);
         let workers = now.workers.iter().map(|w| WorkerRow::between(old.get(&w.id).copied(), w, seconds));
@@ -219,7 +236,12 @@ impl Rates {
 }
 
 impl ExportRow {
-    fn new(export: &ExportInfo, queues: &[QueueInfo], rates: impl Fn(&QueueInfo) -> Rates) -> Self {
+    fn new(
+        export: &ExportInfo,
+        queues: &[QueueInfo],
+        rates: impl Fn(&QueueInfo) -> Rates,
+        taken: impl Fn(&QueueInfo) -> Option<LatencyInfo>,
+    ) -> Self {
         let mut row = Self {
             name: export.spec.name.clone(),
             kind: export.spec.kind,
@@ -227,12 +249,23 @@ impl ExportRow {
             connected: export.connected,
             in_flight: 0,
             rates: Rates::default(),
+            service_times: None,
         };
-        for queue in queues.iter().filter(|q| q.export == row.name) {
+        let own: Vec<_> = queues.iter().filter(|q| q.export == row.name).collect();
+        for queue in &own {
             row.in_flight += queue.in_flight;
             row.rates.add(rates(queue));
         }
+        let all: Vec<_> = own.into_iter().filter_map(taken).collect();
+        row.service_times = LatencyInfo::sum(&all).as_ref().and_then(Latency::of);
         row
+    }
+}
+
+impl Latency {
+    fn of(info: &LatencyInfo) -> Option<Self> {
+        let figures = info.all_kinds()?;
+        Some(Self { p50_ns: figures.p50_ns, p99_ns: figures.p99_ns })
     }
 }
 

@@ -50,7 +50,8 @@ fn whole() -> Snapshot {
         exports: vec![
             read(json!({
                 "type": "fuse", "name": "f0", "disk": "d0", "engine": "user", "connected": true, "features": [],
-                "queue-list": [],
+                "queue-list": [], "service-times": { "mode": "on", "read": LatencyFigures::new(
+                    vec![(1125, 3), (2250, 2), (u64::MAX, 1)], 90_000_000_000, 80_000_000_000) },
                 "mount": { "transport": "dev", "passthrough": false, "allow-other": true, "open-files": 5 },
             })),
             read(net),
@@ -121,6 +122,14 @@ fn what_a_scrape_shows() {
         "vshunt_net_mtu_bytes{net=\"n0\"} 1500",
         "vshunt_net_addresses{net=\"s0\"} 3",
         "vshunt_export_open_files{export=\"f0\"} 5",
+        "# TYPE vshunt_export_latency_seconds histogram",
+        "vshunt_export_latency_seconds_bucket{le=\"0.000001\",export=\"f0\",operation=\"read\"} 0",
+        "vshunt_export_latency_seconds_bucket{le=\"0.000002\",export=\"f0\",operation=\"read\"} 3",
+        "vshunt_export_latency_seconds_bucket{le=\"67.108864\",export=\"f0\",operation=\"read\"} 5",
+        "vshunt_export_latency_seconds_bucket{le=\"+Inf\",export=\"f0\",operation=\"read\"} 6",
+        "vshunt_export_latency_seconds_count{export=\"f0\",operation=\"read\"} 6",
+        "vshunt_export_latency_seconds_sum{export=\"f0\",operation=\"read\"} 90.0",
+        "vshunt_export_latency_seconds_count{export=\"f0\",operation=\"flush\"} 0",
         "vshunt_export_addresses{export=\"c0\"} 14",
         "vshunt_export_blocked{export=\"c0\"} 1",
         "vshunt_export_loops_total{export=\"c0\"} 15",

@@ -5,7 +5,9 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use vshunt_daemon::ATTACH_TIMEOUT;
-use vshunt_types::spec::{DiskSpec, ExportSpec, LimitsSpec, NetSpec, QueueInfo, Steering, WorkerSpec};
+use vshunt_types::spec::{
+    DiskSpec, ExportSpec, LatencyInfo, LimitsSpec, NetSpec, QueueInfo, Steering, WorkerSpec,
+};
 
 use super::qemu;
 use crate::qmp::context::{Answer, Arguments, Context, Nothing, Stop, done};
@@ -88,11 +90,18 @@ struct QueryExports {
     /// Leave out the queues that never started, if an export has more than 8 of them.
     #[serde(default)]
     started_only: bool,
+    /// With the bins of service times.
+    #[serde(default)]
+    histograms: bool,
 }
 
 pub(super) fn query_exports(context: &Context, arguments: Arguments) -> Answer {
-    let QueryExports { started_only } = arguments.read()?;
+    let QueryExports { started_only, histograms } = arguments.read()?;
     let mut exports = context.daemon.exports();
+    for export in exports.iter_mut().filter(|_| !histograms) {
+        export.service_times.iter_mut().for_each(LatencyInfo::without_bins);
+        without_bins(&mut export.queue_list);
+    }
     for export in exports.iter_mut().filter(|_| started_only) {
         let all = export.queue_list.len();
         QueueInfo::keep_started(&mut export.queue_list);
@@ -109,14 +118,24 @@ struct QueryQueues {
     /// Leave out the queues that never started, if an export has more than 8 of them.
     #[serde(default)]
     started_only: bool,
+    /// With the bins of service times.
+    #[serde(default)]
+    histograms: bool,
+}
+
+fn without_bins(queues: &mut [QueueInfo]) {
+    queues.iter_mut().filter_map(|queue| queue.service_times.as_mut()).for_each(LatencyInfo::without_bins);
 }
 
 pub(super) fn query_queues(context: &Context, arguments: Arguments) -> Answer {
-    let QueryQueues { export, started_only } = arguments.read()?;
+    let QueryQueues { export, started_only, histograms } = arguments.read()?;
     let mut queues = context.daemon.queues();
     queues.retain(|queue| export.as_ref().is_none_or(|export| *export == queue.export));
     if started_only {
         QueueInfo::keep_started(&mut queues);
+    }
+    if !histograms {
+        without_bins(&mut queues);
     }
     written(queues)
 }

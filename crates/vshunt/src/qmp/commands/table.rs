@@ -4,7 +4,7 @@
 use serde_json::json;
 use vshunt_daemon::Daemon;
 
-use super::{config, fdset, jobs, native, qemu, snapshot, throttle};
+use super::{blockstats, config, fdset, jobs, native, qemu, snapshot, throttle};
 use crate::qmp::context::{Answer, Arguments, Context, Nothing};
 use crate::qmp::message;
 
@@ -168,7 +168,7 @@ pub(crate) const COMMANDS: &[Command] = &[
         native::export_add,
     )
     .takes(
-        "type name disk|net [socket|mountpoint tap queues workers readonly serial block-size poll-us engine mac mtu \
+        "type name disk|net [socket|mountpoint tap queues workers readonly serial block-size poll-us engine latency mac mtu \
          mac-filter mac-limit vlan trunk isolated reserved memory-may-block writable growable allow-other transport \
          passthrough limits]",
         "ExportSpec",
@@ -226,6 +226,20 @@ pub(crate) const COMMANDS: &[Command] = &[
             "a list of objects: `type`, `device`, `len`, `offset`, `busy`, `paused`, `speed`, `io-status`, `ready`, \
              `status`, `auto-finalize`, `auto-dismiss`",
         ),
+    command(
+        "query-blockstats",
+        "Shows what each export of a disk has done, with members of QEMU's BlockStats. Operations count when they complete, \
+         also with an error. If service times are sampled, `*_total_time_ns` is the estimate for all operations, and the bins of \
+         `*_latency_histogram` count the sample.",
+        blockstats::query_blockstats,
+    )
+    .takes("[query-nodes]", "blockstats::BlockStats")
+    .returns(
+        "a list of objects: `device`, `qdev`, `node-name`, and `stats`: `rd_bytes`, `wr_bytes`, `rd_operations`, \
+         `wr_operations`, `flush_operations`, `rd_total_time_ns`, `wr_total_time_ns`, `flush_total_time_ns`, \
+         `account_failed`, `timed_stats`, and where something was measured `rd_latency_histogram`, \
+         `wr_latency_histogram`, `flush_latency_histogram`, each with `boundaries` in nanoseconds and `bins`",
+    ),
     command("query-commands", "Lists the commands.", query_commands).returns("a list of objects: `name`"),
     command(
         "query-config",
@@ -235,7 +249,7 @@ pub(crate) const COMMANDS: &[Command] = &[
     .returns("`toml`: the text of the file"),
     command("query-disks", "Lists the disks.", |c, a| native::list(a, || c.daemon.disks())).returns("[DiskInfo]"),
     command("query-exports", "Lists the exports.", native::query_exports)
-        .takes("[started-only]", "native::QueryExports")
+        .takes("[started-only, histograms]", "native::QueryExports")
         .returns("[ExportInfo]"),
     command("query-fdsets", "Lists the fd sets.", fdset::query_fdsets)
         .returns("a list of objects: `fdset-id`, and `fds`, a list of `fd` and `opaque`"),
@@ -255,7 +269,7 @@ pub(crate) const COMMANDS: &[Command] = &[
     .returns("[NetAddress]"),
     command("query-nets", "Lists the networks.", |c, a| native::list(a, || c.daemon.nets())).returns("[NetInfo]"),
     command("query-queues", "Lists the queues of exports and jobs.", native::query_queues)
-        .takes("[export, started-only]", "native::QueryQueues")
+        .takes("[export, started-only, histograms]", "native::QueryQueues")
         .returns("[QueueInfo]"),
     command("query-sandbox", "Shows the restrictions that are in force. See sandbox.md.", |_, a| native::sandbox(a))
         .returns("SandboxInfo"),

@@ -4,11 +4,16 @@ use serde_json::json;
 
 use super::*;
 
+/// The queue 1 has slow requests, one in fifty.
 pub(in super::super) fn queue(export: &str, index: u16, worker: u32, requests: u64) -> QueueInfo {
+    let slow = if index == 1 { requests / 50 } else { 0 };
+    let bins: Vec<_> =
+        [(24_000, requests - slow), (1_000_000, slow)].into_iter().filter(|b| b.1 > 0).collect();
+    let read = vshunt_types::spec::LatencyFigures::new(bins, requests, 1_500_000);
     serde_json::from_value(json!({
         "export": export, "index": index, "worker": worker, "state": "running", "size": 64, "packed": false,
         "in-flight": 2, "generation": 1, "requests": requests, "errors": 0, "read-bytes": requests * 4096,
-        "write-bytes": 0, "kicks": 0, "notifications": 0,
+        "write-bytes": 0, "kicks": 0, "notifications": 0, "service-times": { "mode": "on", "read": read },
     }))
     .unwrap()
 }
