@@ -22,8 +22,8 @@ use rustix::net::{AddressFamily, SendFlags, SocketType, getpeername, send};
 use super::receive::stop_reading;
 use vshunt_types::sync::Locked;
 
-/// All connections of front ends in this process. Guards the list alone; held for a push or a
-/// search.
+/// All connections of front ends in this process. Guards the list, and the search for connections
+/// whose other end stopped receiving. Held for a push or a search.
 static CONNECTIONS: Mutex<Vec<Weak<UnixStream>>> = Mutex::new(Vec::new());
 
 /// Registers a connection, so that it ends when its other end is passed to this daemon.
@@ -50,10 +50,12 @@ pub(super) fn write_only(fd: &OwnedFd, own: Option<&UnixStream>) -> io::Result<(
     if !is_stream || getpeername(fd).is_err() {
         return Err(wrong("it is no connected UNIX stream socket"));
     }
+    // Another thread that looks at the connections in between would end `own`, which then looks
+    // like one whose other end is closed.
+    let list = CONNECTIONS.locked();
     // Its queue was emptied when it was received. This shuts the receiving direction down.
     stop_reading(fd);
     let own_end = own.is_some_and(peer_stopped_receiving);
-    let list = CONNECTIONS.locked();
     list.iter().filter_map(Weak::upgrade).for_each(|stream| end_if_peer_stopped_receiving(&stream));
     if own_end { Err(wrong("it is the front end's own end of this connection")) } else { Ok(()) }
 }
