@@ -81,7 +81,7 @@ impl Server {
 
     fn wait_for(&mut self, socket: &Path) -> Result<()> {
         let deadline = Instant::now() + START;
-        while !socket.exists() {
+        while !listens(socket) {
             if let Ok(Some(status)) = self.child.try_wait() {
                 return Err(fail!(
                     Connect,
@@ -118,6 +118,17 @@ impl Server {
         }
         Ok(())
     }
+}
+
+/// Returns whether a process listens on a UNIX socket. Its file is there a moment before that.
+fn listens(socket: &Path) -> bool {
+    const LISTENS: &str = "00010000";
+    let Ok(sockets) = std::fs::read_to_string("/proc/net/unix") else { return socket.exists() };
+    // Address, references, protocol, flags, type, state, inode, path: proc(5).
+    sockets.lines().any(|line| {
+        line.split_whitespace().nth(3) == Some(LISTENS)
+            && socket.to_str().is_some_and(|path| line.ends_with(&format!(" {path}")))
+    })
 }
 
 impl Drop for Server {
