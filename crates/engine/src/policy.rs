@@ -128,6 +128,11 @@ impl Sample {
         self.requests as f64 / self.ns.max(1) as f64
     }
 
+    /// Returns how often another thread took the CPU, per ns.
+    fn preemptions(&self) -> f64 {
+        self.preempted as f64 / self.ns.max(1) as f64
+    }
+
     fn cpu(&self) -> f64 {
         self.cpu_ns as f64 / self.requests.max(1) as f64
     }
@@ -410,7 +415,7 @@ impl RestPolicy {
 
     /// Compares a window of another regime with the best one.
     fn is_better(&self, regime: Regime, sample: &Sample) -> Verdict {
-        if regime.pause_ns().is_some() && sample.preempted > self.kept.preempted {
+        if regime.pause_ns().is_some() && sample.preemptions() > self.kept.preemptions() {
             // It took the CPU from a thread that had work.
             return Verdict::No;
         }

@@ -15,3 +15,4 @@ pub mod convert;
 pub mod error;
 pub mod spec;
 pub mod sync;
+pub mod units;

@@ -169,16 +169,7 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, KeyvalError> {
         ))
     };
     let (number, unit) = text.split_at(text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len()));
-    let shift = match unit.to_ascii_uppercase().as_str() {
-        "" | "B" => 0,
-        "K" | "KB" | "KIB" => 10,
-        "M" | "MB" | "MIB" => 20,
-        "G" | "GB" | "GIB" => 30,
-        "T" | "TB" | "TIB" => 40,
-        "P" | "PB" | "PIB" => 50,
-        "E" | "EB" | "EIB" => 60,
-        _ => return Err(bad()),
-    };
+    let shift = vshunt_types::units::power_of(unit).ok_or_else(bad)?;
     let (whole, fraction) = match number.split_once('.') {
         Some((_, "")) => return Err(bad()),
         Some(parts) => parts,

@@ -534,3 +534,15 @@ fn a_new_load_is_followed() {
     simulation.run(600 * MS);
     assert_eq!(simulation.policy.best, Regime::Poll);
 }
+
+/// Polling that takes the CPU from other threads is not better, however many requests it gives.
+#[test]
+fn polling_that_is_preempted_is_not_better() {
+    let mut policy = RestPolicy::new(0);
+    policy.best = Regime::Sleep;
+    policy.kept = Sample { requests: 1_000, ns: 10 * MS, cpu_ns: MS, preempted: 5 };
+    let sample = Sample { requests: 1_000, ns: MS, cpu_ns: MS, preempted: 0 };
+    assert_eq!(policy.is_better(Regime::Poll, &sample), Verdict::Clearly);
+    assert_eq!(policy.is_better(Regime::Poll, &Sample { preempted: 1, ..sample }), Verdict::No);
+    assert_eq!(policy.is_better(Regime::Coalesce, &Sample { preempted: 1, ..sample }), Verdict::Clearly);
+}

@@ -49,14 +49,7 @@ impl FromStr for Burst {
         let number = |text: &str| digits(text).then(|| text.parse().ok()).flatten();
         let unit = rate.find(|c: char| !c.is_ascii_digit()).unwrap_or(rate.len());
         let (rate, unit) = rate.split_at(unit);
-        let shift = match unit.to_ascii_uppercase().as_str() {
-            "" | "B" => 0,
-            "K" | "KB" | "KIB" => 10,
-            "M" | "MB" | "MIB" => 20,
-            "G" | "GB" | "GIB" => 30,
-            "T" | "TB" | "TIB" => 40,
-            _ => return Err(bad()),
-        };
+        let shift = crate::units::power_of(unit).ok_or_else(bad)?;
         let rate: u64 = number(rate).ok_or_else(bad)?;
         let rate = rate.checked_mul(1 << shift).ok_or_else(|| format!("`{text}` is too large for a rate"))?;
         let seconds = seconds.strip_suffix('s').unwrap_or(seconds);
@@ -210,15 +203,19 @@ mod tests {
 
     #[test]
     fn bursts_are_read_and_written() {
-        for (text, rate, seconds) in
-            [("20000:10s", 20_000, 10), ("5", 5, 1), ("200M:3", 200 << 20, 3), ("1k", 1024, 1)]
-        {
+        for (text, rate, seconds) in [
+            ("20000:10s", 20_000, 10),
+            ("5", 5, 1),
+            ("200M:3", 200 << 20, 3),
+            ("1k", 1024, 1),
+            ("2P", 2 << 50, 1),
+        ] {
             assert_eq!(text.parse(), Ok(Burst { rate, seconds }));
         }
         assert_eq!("5:1s".parse::<Burst>().unwrap().to_string(), "5");
         assert_eq!("1K:2".parse::<Burst>().unwrap().to_string(), "1024:2s");
         for text in
-            ["", ":", "5:", ":5s", "-1", "5:-1s", "+5", "5:s", "1.5", "99999999999999999999", "9P", "5:1m"]
+            ["", ":", "5:", ":5s", "-1", "5:-1s", "+5", "5:s", "1.5", "99999999999999999999", "9Q", "5:1m"]
         {
             assert!(text.parse::<Burst>().is_err(), "{text}");
         }

@@ -145,14 +145,16 @@ mod tests {
         }
     }
 
+    /// Returns the message for a command line that is refused.
+    fn said(words: &str) -> String {
+        let args: Vec<OsString> = words.split(' ').map(Into::into).collect();
+        let failure = failure::<()>(Cli::try_parse_from(&args).unwrap_err(), &args).unwrap_err();
+        assert_eq!(failure.code(), 2, "{words}");
+        failure.to_string()
+    }
+
     #[test]
     fn options_of_qemu_img_that_are_absent_have_a_reason() {
-        let said = |words: &str| {
-            let args: Vec<OsString> = words.split(' ').map(Into::into).collect();
-            let failure = failure::<()>(Cli::try_parse_from(&args).unwrap_err(), &args).unwrap_err();
-            assert_eq!(failure.code(), 2, "{words}");
-            failure.to_string()
-        };
         for (words, want) in [
             ("convert -m 8 a b", "image convert has no -m: vshunt chooses"),
             ("convert -B x a b", "image convert has no -B: "),
@@ -182,12 +184,6 @@ mod tests {
 
     #[test]
     fn commands_that_have_another_name_here_are_named() {
-        let said = |words: &str| {
-            let args: Vec<OsString> = words.split(' ').map(Into::into).collect();
-            let failure = failure::<()>(Cli::try_parse_from(&args).unwrap_err(), &args).unwrap_err();
-            assert_eq!(failure.code(), 2, "{words}");
-            failure.to_string()
-        };
         for (words, want) in [
             ("stop", "there is no command stop: `vshunt quit` ends the daemon"),
             ("-c /s stop", "there is no command stop: `vshunt quit`"),
