@@ -17,7 +17,7 @@ from qcow2 import images
 # Pairs of each repetition, and seconds of each run.
 PAIRS, TIME_S = 7, 1
 RUNS = {
-    "null": ("rr:1:1", "rr:128:1", "rr:128:4"),
+    "null": ("rr:1:1", "rr:8:1", "rr:32:1", "rr:128:1", "rr:128:4"),
     "ram": ("rr:32:1:128k", "rw:32:1:128k"),
     "tmpfs": ("rr:128:1", "rw:128:1"),
 }
