@@ -240,5 +240,37 @@ def test_frames_that_wait_when_their_pair_is_switched_off_are_counted(hostile):
     hostile.dropped("malformed", chain([(c.MEMORY - 100, FRAME, 0)]))
 
 
+def test_what_a_guest_sends_on_a_pair_that_is_switched_off_comes_back(hostile):
+    """Linux sends a little more on a pair after it has asked for fewer."""
+    nic, host = hostile.nic()
+    with nic:
+        hostile.passes(nic, host, 1)
+        for ring in (2, 3):
+            nic.order(p.SET_VRING_ENABLE, struct.pack("<II", ring, 0))
+        states = {index: q["state"] for index, q in hostile.daemon.queues().items()}
+        r.require(states == {0: "running", 1: "stopped"}, f"{states}")
+        before = hostile.daemon.drops().get("detached", 0)
+        worker = hostile.daemon.worker_new()
+        for number in range(3):
+            nic.transmit(f.frame(90 + number, FRAME, f.HOST_MAC, f.GUEST_MAC), pair=1)
+            hostile.daemon.cli("attach", "c0:1", worker)
+        r.require(host.receive(wait_s=0.2) is None, "a frame of a pair that is switched off comes")
+        counted = hostile.daemon.drops().get("detached", 0) - before
+        r.require(counted == 3, f"{counted} of 3 frames are counted: {hostile.daemon.drops()}")
+        hostile.passes(nic, host, 0)
+        for ring in (2, 3):
+            nic.order(p.SET_VRING_ENABLE, struct.pack("<II", ring, 1))
+        hostile.passes(nic, host, 1)
+        nic.transmit(f.frame(95, FRAME, f.HOST_MAC, f.GUEST_MAC), pair=1)
+        host.receive()
+        # The front end gives such a ring to another program: the base counts what was discarded.
+        nic.order(p.SET_VRING_ENABLE, struct.pack("<II", 3, 0))
+        nic.transmit(f.frame(96, FRAME, f.HOST_MAC, f.GUEST_MAC), pair=1)
+        nic.message(p.GET_VRING_BASE, struct.pack("<II", 3, 0))
+        base = struct.unpack("<II", nic.reply())[1]
+        r.require(base == nic.rings[3].offered, f"the base is {base}, and {nic.rings[3].offered} frames were sent")
+    host.close()
+
+
 def test_the_tap_is_removed_at_the_end(hostile):
     hostile.daemon.end()

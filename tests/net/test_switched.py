@@ -153,8 +153,26 @@ def test_a_transmit_ring_that_is_switched_off_keeps_nothing(two):
         a.order(p.SET_VRING_ENABLE, struct.pack("<II", 1, 0))
         r.require(ring.pop(r.WAIT_S) is not None, "the frame is kept")
         r.require(two.drops(0).get("detached", 0) == before + 1, f"{two.drops(0)}")
+        sent_while_off(two, a, ring)
         a.order(p.SET_VRING_ENABLE, struct.pack("<II", 1, 1))
         two.passes(a, b, 11)
+
+
+def sent_while_off(two, nic, ring):
+    """Frames on a transmit ring that is switched off come back and go nowhere, and it can be set up again."""
+    before = two.drops(0).get("detached", 0)
+    for number in range(3):
+        data = bytes(c.HEADER) + f.frame(50 + number, 600, B_MAC, A_MAC)
+        at = ring.room(len(data))
+        nic.ram[at : at + len(data)] = data
+        ring.add([(at, len(data), 0)])
+        ring.publish()
+        r.require(ring.pop(r.WAIT_S) is not None, f"frame {number} is kept")
+    r.require(two.drops(0).get("detached", 0) == before + 3, f"{two.drops(0)}")
+    # Once more says nothing new.
+    nic.order(p.SET_VRING_ENABLE, struct.pack("<II", ring.index, 0))
+    answer = nic.order(p.SET_VRING_BASE, struct.pack("<II", ring.index, ring.offered))
+    r.require(answer == p.ACCEPTED, f"a base: {answer}")
 
 
 def test_transmit_follows_receive(rig):

@@ -152,9 +152,14 @@ impl QueueSet {
     /// If the worker is stalled, this returns earlier. The queue is then served when the worker
     /// runs again, or when the queue is attached to another worker.
     pub fn start(&self, index: u16, queue: Box<dyn Queue>) {
+        self.start_as(index, queue, State::Running);
+    }
+
+    /// Does what [`start`](Self::start) does, with this state for users to see.
+    pub fn start_as(&self, index: u16, queue: Box<dyn Queue>, state: State) {
         let mut slot = self.slot(index);
         debug_assert!(!slot.running);
-        self.stats(index).set_state(State::Running);
+        self.stats(index).set_state(state);
         self.hand_over(&mut slot, index, queue);
         slot.running = true;
         slot.generation += 1;

@@ -100,6 +100,12 @@ impl KernelDevice {
         }
     }
 
+    /// Returns whether a ring continues while it is switched off. The kernel has no way to discard
+    /// what the guest sends, so it sends it.
+    pub(super) fn sends_when_off(&self, ring: u16) -> bool {
+        matches!(self, Self::Net(_)) && ServedNet::transmits(ring)
+    }
+
     /// Lets a network deliver frames to a ring that is about to start (`on`), or ends that.
     pub(super) fn open(&self, ring: u16, on: bool) -> Result<()> {
         match self {

@@ -132,6 +132,10 @@ impl ServedNet {
         &self.pairs[usize::from(ring / RINGS)]
     }
 
+    pub(super) fn transmits(ring: u16) -> bool {
+        !ring.is_multiple_of(RINGS)
+    }
+
     pub(super) fn of(&self, ring: u16) -> (&Vhost, u32) {
         (&self.pair(ring).device, (ring % RINGS).into())
     }

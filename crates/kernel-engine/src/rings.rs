@@ -155,8 +155,8 @@ impl RingServer for KernelQueues {
         Ok(())
     }
 
-    /// Both flags have no effect: the kernel keeps requests of a ring that is switched off, and
-    /// kicks are in the ring's memory.
+    /// Both flags have no effect: the kernel keeps requests of a ring that stops, and kicks are in
+    /// the ring's memory.
     fn stop(&self, ring: u16, _discard: bool, _hand_over: bool) -> Option<u32> {
         let mut slot = self.slot(ring);
         if !std::mem::take(&mut slot.running) {
@@ -179,6 +179,10 @@ impl RingServer for KernelQueues {
                 Some(0)
             }
         }
+    }
+
+    fn discards(&self, ring: u16) -> bool {
+        self.device.sends_when_off(ring)
     }
 
     fn close(&self, ring: u16) {

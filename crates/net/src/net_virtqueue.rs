@@ -21,6 +21,8 @@ pub(crate) struct NetVirtqueue {
     pub(crate) chain: Chain,
     /// Whether no more requests are taken from it.
     pub(crate) broken: bool,
+    /// Whether it is switched off, and what the guest sends is discarded.
+    pub(crate) discards: bool,
     /// Requests that a former daemon left in flight, oldest last.
     pub(crate) replays: Vec<Replay>,
     staged: bool,
@@ -44,6 +46,7 @@ impl NetVirtqueue {
             mem: parts.mem,
             chain: Chain::new(),
             broken: false,
+            discards: parts.discards,
             replays,
             staged: false,
             notified: false,

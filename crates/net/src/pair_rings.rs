@@ -51,6 +51,11 @@ impl<R: PairSide, T: PairSide> PairRings<R, T> {
             || self.tx.as_ref().is_some_and(|tx| tx.virtqueue().broken)
     }
 
+    /// See [`VirtqueueOwner::is_used`](vshunt_virtqueue::VirtqueueOwner::is_used).
+    pub(crate) fn is_used(&self) -> bool {
+        self.rx.is_some() || self.tx.as_ref().is_some_and(|tx| !tx.virtqueue().discards)
+    }
+
     /// See [`VirtqueueOwner::ring`](vshunt_virtqueue::VirtqueueOwner::ring).
     pub(crate) fn ring(&mut self, direction: Direction) -> Option<&mut dyn Vring> {
         let [rx, tx] = self.virtqueues();

@@ -70,6 +70,10 @@ impl VirtqueueOwner for TapPair {
         self.rings.is_broken()
     }
 
+    fn is_used(&self) -> bool {
+        self.rings.is_used()
+    }
+
     fn pair(&mut self) -> Option<&mut dyn QueuePair> {
         Some(self)
     }

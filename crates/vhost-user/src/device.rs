@@ -108,6 +108,8 @@ pub trait NetworkDevice: Device {
     /// # Errors
     /// It cannot start.
     fn ring_starts(&self, place: RingPlace, fresh: bool) -> Result<(), String>;
+    /// Returns whether a ring transmits frames of the guest.
+    fn transmits(&self, place: RingPlace) -> bool;
     /// Called when a ring that workers serve is stopped until the front end starts it again.
     fn ring_closed(&self, place: RingPlace);
     /// Returns a descriptor that becomes readable when the guest has sent a command by the control

@@ -424,6 +424,10 @@ impl NetworkDevice for NetDevice {
         }
     }
 
+    fn transmits(&self, place: RingPlace) -> bool {
+        place.queue < self.pairs && place.nth != RECEIVE
+    }
+
     fn ring_closed(&self, place: RingPlace) {
         if place.queue < self.pairs && place.nth == RECEIVE {
             if let Some(control) = &self.control {

@@ -53,13 +53,21 @@ struct Vring {
     call: Option<Arc<EventFd>>,
     err: Option<EventFd>,
     enabled: bool,
+    /// Whether the front end has switched it off since it last was enabled or stopped.
+    switched_off: bool,
     running: bool,
+    /// Whether it runs switched off, and what the guest sends is discarded.
+    discards: bool,
 }
 
 impl Vring {
     /// Returns whether the ring is stopped, and has all that it needs except memory.
     fn may_start(&self) -> bool {
-        !self.running && self.enabled && self.size > 0 && self.kick.is_some() && self.addrs.is_some()
+        !self.running && self.enabled && self.is_complete()
+    }
+
+    fn is_complete(&self) -> bool {
+        self.size > 0 && self.kick.is_some() && self.addrs.is_some()
     }
 }
 
@@ -176,6 +184,7 @@ impl Session {
         for vring in &mut self.vrings {
             vring.kick = None;
             vring.enabled = false;
+            vring.switched_off = false;
         }
         if let Some(area) = &self.inflight {
             area.clear();

@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use virtio::log::DirtyLog;
 use virtio::ring::UsedLog;
-use vshunt_engine::{EventFd, QueueSet, QueueStats, State};
+use vshunt_engine::{EventFd, Queue, QueueSet, QueueStats, State};
 use vshunt_types::error::Result;
-use vshunt_virtqueue::{RingAreas, RingParts, RingServer, RingStart, owner, take_ring};
+use vshunt_virtqueue::{RingAreas, RingParts, RingServer, RingStart, owner, state_of, take_ring};
 
 use super::device::{Device, RingPlace};
 
@@ -22,6 +22,12 @@ impl WorkerRings {
     /// Makes the server of the rings of `device`. Its queues are those of `set`.
     pub fn new(set: Arc<QueueSet>, device: Arc<dyn Device>) -> Self {
         Self { set, device }
+    }
+
+    /// Passes a queue to its worker.
+    fn run(&self, index: u16, mut queue: Box<dyn Queue>) {
+        let state = owner(queue.as_mut()).map_or(State::Running, |owner| state_of(owner));
+        self.set.start_as(index, queue, state);
     }
 }
 
@@ -56,17 +62,14 @@ impl RingServer for WorkerRings {
             kick: start.kick,
             call: start.call,
             log: start.log,
+            discards: start.discards,
             stats: stats.clone(),
             name: start.name,
             on_broken: start.on_broken,
         };
         // Another ring of the same queue may run.
-        let mut others = self.set.stop(place.queue);
-        let broken = others.as_mut().and_then(|q| owner(q.as_mut())).is_some_and(|owner| owner.is_broken());
-        self.set.start(place.queue, self.device.queue(place, parts, others));
-        if broken {
-            stats.set_state(State::Broken);
-        }
+        let others = self.set.stop(place.queue);
+        self.run(place.queue, self.device.queue(place, parts, others));
         Ok(())
     }
 
@@ -74,12 +77,13 @@ impl RingServer for WorkerRings {
         let place = self.device.place(ring)?;
         let (base, rest) = take_ring(self.set.stop(place.queue)?, place.nth, discard, hand_over);
         if let Some(rest) = rest {
-            self.set.start(place.queue, rest.queue);
-            if rest.broken {
-                self.set.stats(place.queue).set_state(State::Broken);
-            }
+            self.run(place.queue, rest);
         }
         Some(base)
+    }
+
+    fn discards(&self, ring: u16) -> bool {
+        self.device.network().zip(self.device.place(ring)).is_some_and(|(network, at)| network.transmits(at))
     }
 
     fn stop_all(&self, rings: &[u16]) -> Vec<(u16, u32)> {
@@ -92,7 +96,7 @@ impl RingServer for WorkerRings {
                 {
                     let (base, rest) = take_ring(queue, place.nth, false, false);
                     bases.push((ring, base));
-                    left = rest.map(|rest| rest.queue);
+                    left = rest;
                 }
             }
             debug_assert!(left.is_none(), "a queue has no ring that does not run");

@@ -47,6 +47,6 @@ mod owner;
 mod server;
 
 pub use owner::{
-    FrameFormat, QueuePair, Remaining, RingParts, VirtqueueOwner, Vring, extension, owner, take_ring,
+    FrameFormat, QueuePair, RingParts, VirtqueueOwner, Vring, extension, owner, state_of, take_ring,
 };
 pub use server::{RingAreas, RingServer, RingStart, Tracking};

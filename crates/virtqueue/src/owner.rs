@@ -9,7 +9,7 @@ use virtio::inflight::Replay;
 use virtio::log::DirtyLog;
 use virtio::mem::GuestMemory;
 use virtio::ring::{DeviceRing, UsedLog};
-use vshunt_engine::{EventFd, Queue, QueueStats};
+use vshunt_engine::{EventFd, Queue, QueueStats, State};
 
 /// The parts of a started ring.
 pub struct RingParts {
@@ -25,6 +25,8 @@ pub struct RingParts {
     pub call: Option<Arc<EventFd>>,
     /// The log of writes to guest memory while the guest migrates.
     pub log: Option<Arc<DirtyLog>>,
+    /// Whether all that the guest sends is discarded.
+    pub discards: bool,
     /// Counters of the ring's queue.
     pub stats: Arc<QueueStats>,
     /// Name for messages, `export:index`.
@@ -65,6 +67,10 @@ pub trait VirtqueueOwner: Queue {
     fn remove(&mut self, nth: u16, discard: bool) -> (u32, bool);
     /// Returns whether one of its virtqueues is broken.
     fn is_broken(&self) -> bool;
+    /// Returns whether it does more than discard what the guest sends.
+    fn is_used(&self) -> bool {
+        true
+    }
     /// Returns the queue as a network's queue pair, if it is one.
     fn pair(&mut self) -> Option<&mut dyn QueuePair> {
         None
@@ -96,12 +102,13 @@ pub fn owner(queue: &mut dyn Queue) -> Option<&mut dyn VirtqueueOwner> {
     (cast.0)(queue)
 }
 
-/// A queue without one of its virtqueues.
-pub struct Remaining {
-    /// The queue. It is on no worker.
-    pub queue: Box<dyn Queue>,
-    /// Whether another one of its virtqueues is broken.
-    pub broken: bool,
+/// Returns the state of a queue on a worker, as users see it.
+pub fn state_of(owner: &dyn VirtqueueOwner) -> State {
+    match (owner.is_broken(), owner.is_used()) {
+        (true, _) => State::Broken,
+        (false, true) => State::Running,
+        (false, false) => State::Stopped,
+    }
 }
 
 /// Takes a virtqueue out of a queue that is on no worker. Returns the ring's base, as
@@ -117,12 +124,11 @@ pub fn take_ring(
     nth: u16,
     discard: bool,
     hand_over: bool,
-) -> (u32, Option<Remaining>) {
+) -> (u32, Option<Box<dyn Queue>>) {
     let Some(owner) = owner(queue.as_mut()) else { return (0, None) };
     if hand_over && let Some(ring) = owner.ring(nth) {
         ring.allow_kicks();
     }
     let (base, more) = owner.remove(nth, discard);
-    let broken = owner.is_broken();
-    (base, more.then_some(Remaining { queue, broken }))
+    (base, more.then_some(queue))
 }

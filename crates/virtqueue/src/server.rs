@@ -41,6 +41,8 @@ pub struct RingStart {
     pub vring: DeviceRing,
     /// Whether the guest has not used the ring yet.
     pub fresh: bool,
+    /// Whether the ring is switched off, and what the guest sends is discarded.
+    pub discards: bool,
     /// The guest's memory at this time.
     pub mem: Arc<GuestMemory>,
     /// The eventfd by which the guest kicks.
@@ -83,6 +85,9 @@ pub trait RingServer: Send + Sync {
     /// # Errors
     /// It cannot run. Nothing was changed.
     unsafe fn start(&self, ring: u16, start: RingStart) -> std::result::Result<(), String>;
+    /// Returns whether a ring is also served while it is switched off, to discard what the guest
+    /// sends: a transmit ring of a network device (vhost-user specification, "Ring states").
+    fn discards(&self, ring: u16) -> bool;
     /// Stops a ring when nothing of it is in flight, and returns its base. `None`: it did not run,
     /// or its base is not known. For `discard` and `hand_over` see [`take_ring`](crate::take_ring).
     fn stop(&self, ring: u16, discard: bool, hand_over: bool) -> Option<u32>;

@@ -71,6 +71,10 @@ impl VirtqueueOwner for SwitchPair {
         self.rings.is_broken()
     }
 
+    fn is_used(&self) -> bool {
+        self.rings.is_used()
+    }
+
     fn pair(&mut self) -> Option<&mut dyn QueuePair> {
         Some(self)
     }

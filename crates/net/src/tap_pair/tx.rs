@@ -106,6 +106,9 @@ impl Tx {
         if chain.fault.is_some() || chain.readable != chain.segs.len() || chain.segs.len() > IOVECS_FRAME {
             return Err(DropReason::Malformed);
         }
+        if self.virtqueue.discards {
+            return Err(DropReason::Detached);
+        }
         let bytes = chain.segs.iter().map(|seg| seg.len as usize).sum();
         match bytes {
             n if n < self.header + ETH_HEADER_BYTES => Err(DropReason::TooShort),

@@ -57,6 +57,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         }
         let changed = features ^ self.features;
         if changed & !(F_LOG_ALL | F_PROTOCOL) != 0 {
+            self.stop_all_discarding();
             if self.vrings.iter().any(|v| v.running) {
                 return Err(refuse("features change while rings run"));
             }
@@ -107,6 +108,8 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
         let packed = self.packed();
+        let ring = self.ring_index(index)?;
+        self.stop_discarding(ring);
         let vring = self.vring(index)?;
         let size = u16::try_from(num).unwrap_or(0);
         // The size of a split ring is a power of two (Virtio 1.3, 2.7). The size of a packed ring
@@ -135,6 +138,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         log: u64,
     ) -> Result<()> {
         let log = flags.contains(VhostUserVringAddrFlags::VHOST_VRING_F_LOG).then_some(log);
+        let ring = self.ring_index(index)?;
+        self.stop_discarding(ring);
         let vring = self.vring(index)?;
         let addrs = UserAddrs { desc: descriptor, driver: available, device: used, log };
         if vring.running {
@@ -149,11 +154,12 @@ impl VhostUserBackendReqHandlerMut for Session {
             return Ok(());
         }
         vring.addrs = Some(addrs);
-        let index = self.ring_index(index)?;
-        self.start(index)
+        self.start(ring)
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
+        let ring = self.ring_index(index)?;
+        self.stop_discarding(ring);
         let vring = self.vring(index)?;
         if vring.running {
             return Err(refuse("the base changes while the ring runs"));
@@ -227,12 +233,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
         self.vring(index)?.enabled = enable;
         let index = self.ring_index(index)?;
-        if enable {
-            self.start(index)
-        } else {
-            self.switch_off(index);
-            Ok(())
-        }
+        if enable { self.switch_on(index) } else { self.switch_off(index) }
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {

@@ -114,6 +114,7 @@ impl Session {
     /// The region is larger than its queues need, it cannot be mapped, or the guest cannot
     /// continue.
     pub(super) fn take_inflight(&mut self, area: &VhostUserInflight, file: &File) -> Result<()> {
+        self.stop_all_discarding();
         if self.vrings.iter().any(|v| v.running) {
             return Err(refuse("the in-flight region changes while rings run"));
         }

@@ -40,7 +40,7 @@ impl Session {
         let stopped = self.server.stop_all(&running);
         for index in running {
             if let Some(vring) = self.vrings.get_mut(usize::from(index)) {
-                vring.running = false;
+                (vring.running, vring.discards) = (false, false);
                 tracing::debug!("{}:{index} stopped", self.name);
             }
         }
@@ -67,15 +67,49 @@ impl Session {
     pub(super) fn hand_over(&mut self, index: u16) {
         self.halt(index, false, true);
         self.server.close(index);
+        if let Some(vring) = self.vrings.get_mut(usize::from(index)) {
+            vring.switched_off = false;
+        }
     }
 
-    /// Stops a ring that is disabled. Until it is enabled, what the guest sends is not processed,
-    /// and what arrives for the guest is discarded (vhost-user specification, "Ring states"). QEMU
-    /// disables a ring before GET_VRING_BASE, so the front end may give the ring to another program
-    /// next. The ring uses its memory until GET_VRING_BASE is answered.
-    pub(super) fn switch_off(&mut self, index: u16) {
+    /// Handles a ring that the front end disables: what the guest sends and what arrives for the
+    /// guest is discarded (vhost-user specification, "Ring states"). A guest may still send after
+    /// it has asked for fewer pairs, and a frame that stayed in the ring would hold up its
+    /// connection.
+    ///
+    /// QEMU disables a ring before GET_VRING_BASE, so the front end may give the ring to another
+    /// program next. The ring uses its memory until GET_VRING_BASE is answered.
+    ///
+    /// # Errors
+    /// The ring is not usable.
+    pub(super) fn switch_off(&mut self, index: u16) -> Result<()> {
+        let Some(vring) = self.vrings.get_mut(usize::from(index)) else { return Ok(()) };
+        vring.switched_off = true;
+        if vring.discards {
+            return Ok(());
+        }
         self.halt(index, true, true);
         self.server.close(index);
+        self.start(index)
+    }
+
+    /// Starts a ring that the front end enables.
+    ///
+    /// # Errors
+    /// The ring is not usable.
+    pub(super) fn switch_on(&mut self, index: u16) -> Result<()> {
+        self.stop_discarding(index);
+        if let Some(vring) = self.vrings.get_mut(usize::from(index)) {
+            vring.switched_off = false;
+        }
+        self.start(index)
+    }
+
+    /// Stops a ring that is switched off, so that the front end can set it up again.
+    pub(super) fn stop_discarding(&mut self, index: u16) {
+        if self.vrings.get(usize::from(index)).is_some_and(|vring| vring.discards) {
+            self.pause(index);
+        }
     }
 
     /// Closes a ring that was paused and did not start again, so that nothing is kept for it.
@@ -83,6 +117,11 @@ impl Session {
         if self.vrings.get(usize::from(index)).is_some_and(|vring| !vring.running) {
             self.server.close(index);
         }
+    }
+
+    /// Stops all rings that are switched off.
+    pub(super) fn stop_all_discarding(&mut self) {
+        (0..len_u16(self.vrings.len())).for_each(|index| self.stop_discarding(index));
     }
 
     /// Stops a ring. The device keeps what arrives for it meanwhile. The base of the ring is
@@ -96,6 +135,7 @@ impl Session {
         if !std::mem::take(&mut vring.running) {
             return;
         }
+        vring.discards = false;
         if let Some(base) = self.server.stop(index, discard, hand_over) {
             vring.base = base;
         }
@@ -118,26 +158,27 @@ impl Session {
         );
     }
 
-    /// Starts a ring if it has all that it needs.
+    /// Starts a ring if it has all that it needs. One that is switched off starts only to discard.
     ///
     /// # Errors
     /// The ring is not usable.
     pub(super) fn start(&mut self, index: u16) -> Result<()> {
         let Some(vring) = self.vrings.get(usize::from(index)) else { return Ok(()) };
-        if !vring.may_start() || self.mem.regions().is_empty() {
+        let discards = vring.switched_off && !vring.running && self.server.discards(index);
+        if !(vring.may_start() || discards && vring.is_complete()) || self.mem.regions().is_empty() {
             return Ok(());
         }
         let (Some(kick), Some(addrs)) = (vring.kick.clone(), vring.addrs) else { return Ok(()) };
-        self.start_with(index, addrs, kick)?;
+        self.start_with(index, addrs, kick, discards)?;
         if let Some(vring) = self.vrings.get_mut(usize::from(index)) {
-            vring.running = true;
+            (vring.running, vring.discards) = (true, discards);
         }
-        tracing::debug!("{}:{index} started", self.name);
+        tracing::debug!(discards, "{}:{index} started", self.name);
         Ok(())
     }
 
     /// Gives the ring to its server.
-    fn start_with(&self, index: u16, addrs: UserAddrs, kick: Arc<OwnedFd>) -> Result<()> {
+    fn start_with(&self, index: u16, addrs: UserAddrs, kick: Arc<OwnedFd>, discards: bool) -> Result<()> {
         let Some(queue) = self.server.queue_of(index) else {
             return Err(
                 self.unusable(index, "there is no such queue with the features that the guest agreed on")
@@ -160,6 +201,7 @@ impl Session {
             areas,
             // At the start of a packed ring both wrap counters are 1.
             fresh: ring.base() == if self.packed() { 0x8000_8000 } else { 0 },
+            discards,
             vring: ring,
             mem: self.mem.clone(),
             kick,

@@ -46,7 +46,8 @@ reasons! {
     Down = "down",
     /// The host, or the receiving guest, had no room.
     NoRoom = "no-room",
-    /// It waited in a tap's queue that was detached, or in a transmit ring that was switched off.
+    /// It waited in a tap's queue that was detached, or the guest sent it by a transmit ring that
+    /// is switched off.
     Detached = "detached",
     /// It was in flight when a former daemon ended. It may have been sent, and is not sent twice.
     Unknown = "unknown",

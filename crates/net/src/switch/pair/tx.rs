@@ -103,6 +103,9 @@ impl Tx {
         if chain.fault.is_some() || chain.readable != chain.segs.len() || chain.segs.len() > BUFFERS_MAX {
             return Err(DropReason::Malformed);
         }
+        if self.virtqueue.discards {
+            return Err(DropReason::Detached);
+        }
         let bytes: usize = chain.segs.iter().map(|seg| seg.len as usize).sum();
         let len = match bytes.checked_sub(self.header) {
             Some(len @ ETH_HEADER_BYTES..) => len,
