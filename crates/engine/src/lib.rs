@@ -50,6 +50,7 @@ mod latency;
 mod limits;
 mod mailbox;
 mod observer;
+mod phases;
 mod placement;
 mod policy;
 mod poll_state;
@@ -72,6 +73,7 @@ pub use limits::{
     Rates as LimitRates,
 };
 pub use observer::Observer;
+pub use phases::WorkerTimes;
 pub use placement::Placement;
 pub use poll_state::{PollEvent, PollState};
 pub use pool::{FIRST_WORKER, MAX_WORKERS, Settings, WorkerState, Workers, allowed_cpus};

@@ -12,6 +12,7 @@ use vshunt_types::sync::Locked;
 
 use super::WorkerId;
 use super::eventfd::EventFd;
+use super::phases::Phases;
 use super::queue::{Queue, QueueStats};
 use super::ticket::Ticket;
 
@@ -67,6 +68,8 @@ pub(super) struct Shared {
     pub(super) eventfd: EventFd,
     /// Polling limit in µs. Control sets it at any time.
     pub(super) poll_us: AtomicU32,
+    /// How the worker spends its time.
+    pub(super) phases: Phases,
     /// Only the worker writes these.
     pub(super) sleeps: AtomicU64,
     pub(super) requests: AtomicU64,
@@ -85,6 +88,7 @@ impl Shared {
             asked: Mutex::new(None),
             eventfd: EventFd::make()?,
             poll_us: AtomicU32::new(poll_us),
+            phases: Phases::new(),
             sleeps: AtomicU64::new(0),
             requests: AtomicU64::new(0),
             queues: AtomicU32::new(0),

@@ -18,6 +18,7 @@ use vshunt_types::spec::cpu_list;
 use super::WorkerId;
 use super::kernel::KernelWorker;
 use super::mailbox::{Ending, Message, Shared};
+use super::phases::WorkerTimes;
 use super::thread::{POLL_US_MAX, Worker};
 use super::ticket::Withdrawn;
 
@@ -103,6 +104,9 @@ pub struct WorkerState {
     pub poll_us: u32,
     /// The CPU time used, in µs.
     pub cpu_time_us: u64,
+    /// How it has spent its time. Of a worker of the in-kernel engine, which does not poll: the CPU
+    /// time, and the rest of its life.
+    pub times: WorkerTimes,
     /// How often it slept.
     pub sleeps: u64,
     /// The requests completed on it.
@@ -113,6 +117,8 @@ struct Entry {
     name: String,
     tid: i32,
     runner: Runner,
+    /// When it was made.
+    made: Instant,
     /// Queues that are attached to it, running or not. A worker with queues is not freed.
     reserved: u32,
     /// It is being freed: it gets no queue, and is listed until its end is certain.
@@ -171,7 +177,7 @@ struct EndingWorker {
 
 impl Entry {
     fn new(name: String, tid: i32, runner: Runner, thread: Option<JoinHandle<()>>) -> Self {
-        Self { name, tid, runner, reserved: 0, ending: false, thread }
+        Self { name, tid, runner, made: Instant::now(), reserved: 0, ending: false, thread }
     }
 
     /// Checks that the worker is not being freed.
@@ -664,12 +670,20 @@ fn cpus(set: &CpuSet) -> Vec<usize> {
 fn state(id: WorkerId, e: &Entry) -> WorkerState {
     let pid = Pid::from_raw(e.tid);
     let cpu = sched_getaffinity(pid).map_or(Vec::new(), |set| cpus(&set));
+    let cpu_time_us = cpu_time_us(e.tid);
     let (kernel_of, poll_us, sleeps, requests) = match &e.runner {
         Runner::User { shared } => {
             let (sleeps, requests) = (shared.sleeps.load(Relaxed), shared.requests.load(Relaxed));
             (None, shared.poll_us.load(Relaxed), sleeps, requests)
         }
         Runner::Kernel(worker) => (Some(worker.export().to_owned()), 0, sleeps(e.tid), worker.requests()),
+    };
+    let times = match &e.runner {
+        Runner::User { shared } => shared.phases.times(),
+        Runner::Kernel(_) => {
+            let busy = Duration::from_micros(cpu_time_us);
+            WorkerTimes { busy, polling: Duration::ZERO, sleeping: e.made.elapsed().saturating_sub(busy) }
+        }
     };
     WorkerState {
         id,
@@ -679,7 +693,8 @@ fn state(id: WorkerId, e: &Entry) -> WorkerState {
         cpu,
         nice: getpriority_process(pid).unwrap_or(0),
         poll_us,
-        cpu_time_us: cpu_time_us(e.tid),
+        cpu_time_us,
+        times,
         sleeps,
         requests,
     }

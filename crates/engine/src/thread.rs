@@ -10,10 +10,11 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vshunt_types::sync::Locked;
 
 use super::mailbox::{Message, QueueFn, QueueId, Recall, Shared};
+use super::phases::Phase;
 use super::policy::{Rest, RestPolicy, Usage};
 use super::probes;
 use super::queue::{Forwarder, Queue, QueueStats};
@@ -103,8 +104,6 @@ pub(super) struct Worker {
     left: Vec<LeftBehind>,
     completions: Vec<Completion>,
     policy: RestPolicy,
-    /// The start of the policy's time.
-    started: Instant,
     stopping: bool,
 }
 
@@ -124,7 +123,6 @@ impl Worker {
             left: Vec::new(),
             completions: Vec::with_capacity(256),
             policy: RestPolicy::new(0),
-            started: Instant::now(),
             stopping: false,
         })
     }
@@ -156,9 +154,9 @@ impl Worker {
         Ok(())
     }
 
-    /// Returns the policy's time in ns.
+    /// Returns the policy's time in ns: that since the worker was made.
     fn now(&self) -> u64 {
-        self.started.elapsed().as_nanos() as u64
+        self.shared.phases.now()
     }
 
     /// Returns the limit of polling in ns.
@@ -326,12 +324,16 @@ impl Worker {
         let start = self.now();
         let bound = self.bound_ns();
         self.policy.observe(start, bound > 0, usage);
+        self.shared.phases.begin(Phase::Polling, start);
         let end = start + pause_ns.min(bound);
-        while self.now() < end {
+        let mut now = start;
+        while now < end {
             for _ in 0..POLLS_A_LOOK {
                 std::hint::spin_loop();
             }
+            now = self.now();
         }
+        self.shared.phases.end(Phase::Polling, now);
     }
 
     /// Polls for a while, then sleeps, unless work turns up.
@@ -339,11 +341,17 @@ impl Worker {
         let bound = self.bound_ns();
         let start = self.now();
         let rest = self.policy.plan(start, bound > 0, usage);
+        let mut ended = start;
         if let Rest::Poll { pause_ns } = rest
             && !self.uring.must_sleep()
-            && self.spin(start + bound, pause_ns)
         {
-            return Ok(());
+            self.shared.phases.begin(Phase::Polling, start);
+            let found = self.spin(start, start + bound, pause_ns);
+            ended = self.now();
+            self.shared.phases.end(Phase::Polling, ended);
+            if found {
+                return Ok(());
+            }
         }
         let (after, limit) = match rest {
             // With requests in flight on the ring, their completions come without a kick.
@@ -359,9 +367,11 @@ impl Worker {
         if !self.shared.has_messages.load(Ordering::Acquire) {
             QueueStats::add(&self.shared.sleeps, 1);
             probes::sleep(self.shared.worker, self.asleep.len());
+            self.shared.phases.begin(Phase::Sleeping, ended);
             slept = self.uring.wait(limit).map(|woken| {
                 probes::wake(self.shared.worker, woken);
-                let now = self.started.elapsed().as_nanos() as u64;
+                let now = self.shared.phases.now();
+                self.shared.phases.end(Phase::Sleeping, now);
                 self.policy.slept(start, now, limit.is_some(), woken);
             });
         }
@@ -413,12 +423,11 @@ impl Worker {
         }
     }
 
-    /// Looks for work without sleeping up to the policy's time `end`, each time after `pause_ns`.
-    /// Returns whether there is some.
-    fn spin(&mut self, end: u64, pause_ns: u64) -> bool {
+    /// Looks for work without sleeping from the policy's time `now` to `end`, each time after
+    /// `pause_ns`. Returns whether there is some.
+    fn spin(&mut self, mut now: u64, end: u64, pause_ns: u64) -> bool {
         let mut look = 0;
         loop {
-            let now = self.now();
             if now >= look {
                 look = now + pause_ns;
                 if self.any_awake(|q| q.look()) {
@@ -438,6 +447,7 @@ impl Worker {
             if now >= end {
                 return false;
             }
+            now = self.now();
         }
     }
 

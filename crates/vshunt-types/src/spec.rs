@@ -444,6 +444,18 @@ pub struct WorkerInfo {
     pub queues: Vec<String>,
     /// The CPU time used, in microseconds.
     pub cpu_time_us: u64,
+    /// The time in which it handled requests or messages, in microseconds. Waits for a CPU or in
+    /// the kernel meanwhile are part of it. Of a kernel worker: its CPU time.
+    #[serde(default)]
+    pub busy_us: u64,
+    /// The time in which it polled, in microseconds: it looked for requests again and again. 0 for
+    /// a kernel worker.
+    #[serde(default)]
+    pub polling_us: u64,
+    /// The time in which it slept, in microseconds, with the system calls that sleep and wake up.
+    /// The three times add up to that since the worker was made.
+    #[serde(default)]
+    pub sleeping_us: u64,
     /// How often it slept.
     pub sleeps: u64,
     /// The requests that completed while their queue was attached here.

@@ -340,7 +340,20 @@ pub(crate) fn bitmaps(bitmaps: &[(&str, &BitmapInfo)]) -> String {
 
 pub(crate) fn workers(workers: &[WorkerInfo]) -> String {
     table(
-        [">WORKER", "NAME", "KIND", "CPU", ">NICE", ">POLL-US", ">REQUESTS", ">CPU-TIME", "QUEUES"],
+        [
+            ">WORKER",
+            "NAME",
+            "KIND",
+            "CPU",
+            ">NICE",
+            ">POLL-US",
+            ">REQUESTS",
+            ">CPU-TIME",
+            ">BUSY",
+            ">POLLING",
+            ">SLEEPING",
+            "QUEUES",
+        ],
         workers.iter().map(|w| {
             [
                 w.id.to_string(),
@@ -356,10 +369,21 @@ pub(crate) fn workers(workers: &[WorkerInfo]) -> String {
                 w.poll_us.to_string(),
                 w.requests.to_string(),
                 format!("{:.2}s", w.cpu_time_us as f64 / 1e6),
+                share(w, w.busy_us),
+                share(w, w.polling_us),
+                share(w, w.sleeping_us),
                 or_dash(idle::ranges(&w.queues)),
             ]
         }),
     )
+}
+
+/// Formats a part of a worker's time as a share of its time; `-` if a daemon does not tell it.
+fn share(worker: &WorkerInfo, us: u64) -> String {
+    match worker.busy_us + worker.polling_us + worker.sleeping_us {
+        0 => "-".to_owned(),
+        all => format!("{:.1}%", us as f64 / all as f64 * 100.0),
+    }
 }
 
 /// Formats bytes in the largest unit in which the number is at least 1, with one decimal if it is

@@ -173,6 +173,7 @@ enum Of {
     PairDrops,
     WorkerInfo,
     Worker(fn(&WorkerInfo) -> Number),
+    WorkerTimes,
     JobInfo,
     JobState,
     Job(fn(&JobInfo) -> u64),
@@ -366,6 +367,7 @@ static FAMILIES: &[Family] = &[
     counter("queue_dropped_packets", None, "Frames that did not get through, by the reason", Of::PairDrops),
     info("worker_info", "A worker, and its kind", Of::WorkerInfo),
     counter("worker_cpu", SECONDS, "CPU time used", Of::Worker(|w| seconds(w.cpu_time_us))),
+    counter("worker_time", SECONDS, "Time since it was made, by what it did", Of::WorkerTimes),
     counter("worker_sleeps", None, "Times that it slept", Of::Worker(|w| w.sleeps.into())),
     counter(
         "worker_requests",
@@ -426,6 +428,7 @@ impl Of {
             Self::PairDrops => s.queues.iter().flat_map(drops).collect(),
             Self::WorkerInfo => s.workers.iter().map(|w| sample(worker_labels(w), 1)).collect(),
             Self::Worker(f) => s.workers.iter().map(|w| sample([worker(w)], f(w))).collect(),
+            Self::WorkerTimes => s.workers.iter().flat_map(worker_times).collect(),
             Self::JobInfo => s.jobs.iter().map(|j| sample(job_labels(j), 1)).collect(),
             Self::JobState => s.jobs.iter().flat_map(job_states).collect(),
             Self::Job(f) => s.jobs.iter().map(|j| sample([job(j)], f(j))).collect(),
@@ -536,6 +539,11 @@ fn worker_labels(w: &WorkerInfo) -> [Label<'_>; 4] {
         ("kind", word(w.kind)),
         ("export", w.export.as_deref().unwrap_or_default().into()),
     ]
+}
+
+fn worker_times(w: &WorkerInfo) -> [Sample<'_>; 3] {
+    [("busy", w.busy_us), ("polling", w.polling_us), ("sleeping", w.sleeping_us)]
+        .map(|(phase, us)| sample([worker(w), ("phase", phase.into())], seconds(us)))
 }
 
 fn job(job: &JobInfo) -> Label<'_> {

@@ -112,6 +112,11 @@ fn a_scrape_says_what_status_says_while_io_runs() {
         let told = |key: &str| after["workers"][index][key].as_u64().unwrap();
         assert!(value("vshunt_worker_requests_total", "worker", id) <= told("requests") as f64);
         assert!(value("vshunt_worker_cpu_seconds_total", "worker", id) <= told("cpu-time-us") as f64 / 1e6);
+        for phase in ["busy", "polling", "sleeping"] {
+            let of = [("worker", id), ("phase", phase)];
+            let counted = now.value("vshunt_worker_time_seconds_total", &of).unwrap();
+            assert!(counted <= told(&format!("{phase}-us")) as f64 / 1e6, "{phase}: {counted}");
+        }
         assert_eq!(
             value("vshunt_worker_queues", "worker", id),
             after["workers"][index]["queues"].as_array().unwrap().len() as f64

@@ -11,7 +11,7 @@ use super::text;
 use super::view::{Rates, View, WorkerRow};
 use crate::outcome::one_line;
 
-/// Characters of the bar that shows the share of a CPU.
+/// Characters of the bar that shows the shares of a worker's time.
 const BAR: usize = 10;
 
 const KEYS: &str = "Tab table  ↑↓ select  m move  s sort  r reverse  / filter  space pause  ? help  q quit";
@@ -101,23 +101,27 @@ fn last_line(state: &mut State) -> Line<'static> {
     }
 }
 
-/// Returns the cells of a worker, with its share of a CPU as a bar.
-fn worker(row: &WorkerRow, no_colour: bool) -> [Text<'static>; 8] {
+/// Returns the cells of a worker, with a bar of its busy and its polling time.
+fn worker(row: &WorkerRow, no_colour: bool) -> [Text<'static>; 10] {
     let mut cells = text::worker(row).map(Text::from);
-    let full = ((row.cpu_percent / 100.0 * BAR as f64).round() as usize).min(BAR);
-    let bar = format!("{}{}", "|".repeat(full), ".".repeat(BAR - full));
-    let colour = match row.cpu_percent {
+    let up_to = |percent: f64| ((percent / 100.0 * BAR as f64).round() as usize).min(BAR);
+    let busy = up_to(row.busy_percent);
+    let polling = up_to(row.busy_percent + row.polling_percent) - busy;
+    let colour = match row.hot || row.stalled {
         _ if no_colour => Style::new(),
-        _ if row.hot || row.stalled => Style::new().fg(Color::Red),
-        _ => Style::new().fg(Color::Green),
+        true => Style::new().fg(Color::Red),
+        false => Style::new().fg(Color::Green),
     };
+    let of_polling = if no_colour { Style::new() } else { Style::new().fg(Color::DarkGray) };
     let bold = Style::new().add_modifier(Modifier::BOLD);
-    cells[3] = Text::from(Line::from(vec![
-        Span::styled(bar, colour),
-        Span::raw(format!(" {:>5.1}", row.cpu_percent)),
+    cells[text::BUSY] = Text::from(Line::from(vec![
+        Span::styled("|".repeat(busy), colour),
+        Span::styled(":".repeat(polling), of_polling),
+        Span::raw(format!("{} {:>5.1}", ".".repeat(BAR - busy - polling), row.busy_percent)),
     ]));
     if row.hot || row.stalled {
-        cells[4] = std::mem::take(&mut cells[4]).style(if no_colour { bold } else { colour.patch(bold) });
+        let note = &mut cells[text::NOTE];
+        *note = std::mem::take(note).style(if no_colour { bold } else { colour.patch(bold) });
     }
     cells
 }

@@ -9,8 +9,11 @@ pub(super) const EXPORTS: [&str; 9] =
     ["EXPORT", "TYPE", "BACKEND", "STATE", ">IN-FLIGHT", ">REQ/s", ">READ/s", ">WRITTEN/s", ">P99"];
 pub(super) const QUEUES: [&str; 10] =
     ["QUEUE", ">WORKER", "STATE", ">IN-FLIGHT", ">REQ/s", ">READ/s", ">WRITTEN/s", ">ERR/s", ">P50", ">P99"];
-pub(super) const WORKERS: [&str; 8] =
-    [">WORKER", "NAME", "CPUS", ">CPU%", "NOTE", ">REQ/s", ">SLEEPS/s", "QUEUES"];
+pub(super) const WORKERS: [&str; 10] =
+    [">WORKER", "NAME", "CPUS", ">BUSY%", ">POLL%", ">CPU%", "NOTE", ">REQ/s", ">SLEEPS/s", "QUEUES"];
+/// The columns of the share of the busy time, and of the note.
+pub(super) const BUSY: usize = 3;
+pub(super) const NOTE: usize = 6;
 
 /// Returns all tables. There is always a worker.
 pub(super) fn tables(view: &View) -> String {
@@ -74,7 +77,7 @@ pub(super) fn queue(row: &QueueRow) -> [String; 10] {
     ]
 }
 
-pub(super) fn worker(row: &WorkerRow) -> [String; 8] {
+pub(super) fn worker(row: &WorkerRow) -> [String; 10] {
     let note = match (row.kind, row.stalled, row.hot) {
         (_, true, _) => "stalled",
         (_, _, true) => "hot",
@@ -85,7 +88,9 @@ pub(super) fn worker(row: &WorkerRow) -> [String; 8] {
         row.id.to_string(),
         row.name.clone(),
         or_dash(cpu_list(&row.cpu)),
-        format!("{:.1}", row.cpu_percent),
+        format!("{:.1}", row.busy_percent),
+        format!("{:.0}", row.polling_percent),
+        format!("{:.0}", row.cpu_percent),
         note.to_owned(),
         count(row.requests_per_s),
         count(row.sleeps_per_s),

@@ -9,7 +9,7 @@ use vshunt_types::spec::{ExportInfo, ExportKind, LatencyInfo, QueueInfo, WorkerI
 
 use super::sample::Sample;
 
-/// Share of a CPU, in percent, from which on a worker is marked as hot.
+/// Share of its time, in percent, from which on a busy worker is marked as hot.
 const HOT_PERCENT: f64 = 90.0;
 
 /// What is shown: rates over `seconds`. All rates are per second.
@@ -84,6 +84,10 @@ pub(super) struct WorkerRow {
     pub(super) cpu: Vec<usize>,
     /// Share of one CPU that the worker used.
     pub(super) cpu_percent: f64,
+    /// Shares of the time in which it handled requests, polled and slept.
+    pub(super) busy_percent: f64,
+    pub(super) polling_percent: f64,
+    pub(super) sleeping_percent: f64,
     pub(super) hot: bool,
     pub(super) stalled: bool,
     pub(super) requests_per_s: f64,
@@ -99,7 +103,7 @@ pub(super) enum Order {
     Name,
     /// By requests per second, the most first.
     Requests,
-    /// By bytes per second; workers by the share of a CPU.
+    /// By bytes per second; workers by the share of their time in which they are busy.
     Bytes,
 }
 
@@ -116,7 +120,7 @@ impl Order {
         match self {
             Self::Name => "name",
             Self::Requests => "requests",
-            Self::Bytes => "bytes, CPU",
+            Self::Bytes => "bytes, busy",
         }
     }
 }
@@ -171,7 +175,7 @@ impl View {
             self.exports.sort_by(|a, b| most(of(&a.rates), of(&b.rates)));
             self.queues.sort_by(|a, b| most(of(&a.rates), of(&b.rates)));
             self.workers.sort_by(|a, b| match order {
-                Order::Bytes => most(a.cpu_percent, b.cpu_percent),
+                Order::Bytes => most(a.busy_percent, b.busy_percent),
                 _ => most(a.requests_per_s, b.requests_per_s),
             });
         }
@@ -278,14 +282,18 @@ impl QueueRow {
 impl WorkerRow {
     fn between(before: Option<&WorkerInfo>, now: &WorkerInfo, seconds: f64) -> Self {
         let of = |f: fn(&WorkerInfo) -> u64| before.map_or(0.0, |before| rate(f(before), f(now), seconds));
-        let cpu_percent = of(|w| w.cpu_time_us) / 1e4;
+        let percent = |f| of(f) / 1e4;
+        let busy_percent = percent(|w| w.busy_us);
         Self {
             id: now.id,
             name: now.name.clone(),
             kind: now.kind,
             cpu: now.cpu.clone(),
-            cpu_percent,
-            hot: cpu_percent >= HOT_PERCENT,
+            cpu_percent: percent(|w| w.cpu_time_us),
+            busy_percent,
+            polling_percent: percent(|w| w.polling_us),
+            sleeping_percent: percent(|w| w.sleeping_us),
+            hot: busy_percent >= HOT_PERCENT,
             stalled: now.stalled,
             requests_per_s: of(|w| w.requests),
             sleeps_per_s: of(|w| w.sleeps),

@@ -68,7 +68,8 @@ fn whole() -> Snapshot {
         ],
         workers: vec![read(json!({
             "id": 2, "name": "a \"b\"\\\n", "kind": "user", "tid": 1, "cpu": [0], "nice": 0, "poll-us": 50,
-            "queues": ["f0:0", "c0:0"], "cpu-time-us": 1_500_000, "sleeps": 12, "requests": 13, "stalled": true,
+            "queues": ["f0:0", "c0:0"], "cpu-time-us": 1_500_000, "busy-us": 1_250_000,
+            "polling-us": 250_000, "sleeping-us": 8_500_000, "sleeps": 12, "requests": 13, "stalled": true,
         }))],
         refused: 16,
     }
@@ -116,6 +117,9 @@ fn what_a_scrape_shows() {
         "vshunt_queue_to_guest_packets_total{export=\"c0\",queue=\"0\"} 11",
         "vshunt_queue_dropped_packets_total{export=\"c0\",queue=\"0\",reason=\"no-buffers\"} 0",
         "vshunt_worker_cpu_seconds_total{worker=\"2\"} 1.5",
+        "vshunt_worker_time_seconds_total{worker=\"2\",phase=\"busy\"} 1.25",
+        "vshunt_worker_time_seconds_total{worker=\"2\",phase=\"polling\"} 0.25",
+        "vshunt_worker_time_seconds_total{worker=\"2\",phase=\"sleeping\"} 8.5",
         "vshunt_worker_poll_limit_seconds{worker=\"2\"} 0.00005",
         "vshunt_worker_stalled{worker=\"2\"} 1",
         "vshunt_worker_info{worker=\"2\",name=\"a \\\"b\\\"\\\\\\n\",kind=\"user\",export=\"\"} 1",

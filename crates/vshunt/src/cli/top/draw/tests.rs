@@ -26,7 +26,7 @@ fn all_tables_fit_a_small_terminal() {
     let view = view(&mut state);
     let lines = screen(80, 24, &view, &mut state);
     let want = [
-        "vshunt top: 600 req/s, 2.34M/s read, 0/s written, 100 % CPU; by name",
+        "vshunt top: 600 req/s, 2.34M/s read, 0/s written, 150 % CPU; by name",
         "EXPORT TYPE           BACKEND STATE     IN-FLIGHT REQ/s READ/s WRITTEN/s    P99",
         "vm0    vhost-user-blk d0      connected         4   500  1.95M         0 1.00ms",
         "vm1    vhost-user-blk d0      connected         2   100   400K         0 24.0us",
@@ -36,9 +36,9 @@ fn all_tables_fit_a_small_terminal() {
         "vm0:1      1 running         2   500  1.95M         0     0 24.0us 1.00ms",
         "vm1:0      0 running         2   100   400K         0     0 24.0us 24.0us",
         "",
-        "WORKER NAME     CPUS             CPU% NOTE REQ/s SLEEPS/s QUEUES",
-        "     0 worker-0 0-1  |.........   5.0 -        0        0 vm0:0,vm1:0",
-        "     1 worker-1 0-1  ||||||||||  95.0 hot      0        0 vm0:1",
+        "WORKER NAME     CPUS            BUSY% POLL% CPU% NOTE REQ/s SLEEPS/s QUEUES",
+        "     0 worker-0 0-1  ||||:.....  40.0    10   50 -        0        0 vm0:0,vm1:0",
+        "     1 worker-1 0-1  ||||||||||  95.0     5  100 hot      0        0 vm0:1",
     ];
     assert_eq!(lines[..want.len()], want);
     assert!(lines[23].starts_with("Tab table"), "{lines:#?}");

@@ -18,10 +18,13 @@ pub(in super::super) fn queue(export: &str, index: u16, worker: u32, requests: u
     .unwrap()
 }
 
-pub(in super::super) fn worker(id: u32, cpu_time_us: u64, queues: &[&str]) -> WorkerInfo {
+/// A worker that was busy for `busy_us` of 2 s, and polled for a quarter of that, if it could.
+pub(in super::super) fn worker(id: u32, busy_us: u64, queues: &[&str]) -> WorkerInfo {
+    let polling_us = (busy_us / 4).min(2_000_000 - busy_us);
     serde_json::from_value(json!({
         "id": id, "name": format!("worker-{id}"), "kind": "user", "tid": 1, "cpu": [0, 1], "nice": 0, "poll-us": 50,
-        "queues": queues, "cpu-time-us": cpu_time_us, "sleeps": 0, "requests": 0,
+        "queues": queues, "cpu-time-us": busy_us + polling_us, "busy-us": busy_us, "polling-us": polling_us,
+        "sleeping-us": 2_000_000 - busy_us - polling_us, "sleeps": 0, "requests": 0,
     }))
     .unwrap()
 }
@@ -47,7 +50,7 @@ pub(in super::super) fn samples() -> (Sample, Sample) {
     let now = sample(
         at + Duration::from_secs(2),
         queues(1000, 200),
-        vec![worker(0, 100_000, &["vm0:0", "vm1:0"]), worker(1, 1_900_000, &["vm0:1"])],
+        vec![worker(0, 800_000, &["vm0:0", "vm1:0"]), worker(1, 1_900_000, &["vm0:1"])],
     );
     (before, now)
 }
@@ -61,8 +64,8 @@ fn rates_are_per_second_and_exports_are_sums() {
     assert_eq!(view.exports[0].rates.requests, 500.0);
     assert_eq!(view.exports[0].rates.read, 500.0 * 4096.0);
     assert_eq!(view.exports[0].in_flight, 4);
-    let cpu: Vec<_> = view.workers.iter().map(|w| (w.cpu_percent, w.hot)).collect();
-    assert_eq!(cpu, [(5.0, false), (95.0, true)]);
+    let shares = view.workers.iter().map(|w| (w.busy_percent, w.polling_percent, w.cpu_percent, w.hot));
+    assert_eq!(shares.collect::<Vec<_>>(), [(40.0, 10.0, 50.0, false), (95.0, 5.0, 100.0, true)]);
 }
 
 #[test]
