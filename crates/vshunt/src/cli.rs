@@ -17,6 +17,7 @@ mod run;
 mod running;
 mod show;
 mod snapshot;
+mod status;
 mod top;
 mod usage;
 

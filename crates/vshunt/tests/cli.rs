@@ -138,7 +138,7 @@ fn queues_that_never_start_cost_no_descriptors_and_are_one_line() {
     let queues = many.json(&["qmp", "query-queues"]);
     assert_eq!(queues.as_array().unwrap().len(), 256);
     let text = many.ok(&["status"]);
-    assert!(text.contains("\nvm0: 256, not started\n") && !text.contains("vm0:7"), "{text}");
+    assert!(text.contains("\nvm0: queues 0-255 stopped\n") && !text.contains("vm0:7"), "{text}");
     assert!(text.contains("  vm0:0-255\n"), "{text}");
     assert!(few.ok(&["status"]).contains("\nvm0:0 "));
     // As many workers as CPUs, and each has its share of the queues.

@@ -139,7 +139,9 @@ fn an_image_is_served_without_flags_and_status_finds_it() {
     let (code, out, err) = user.output(&["status"]);
     assert_eq!((code, err.as_str()), (0, ""));
     assert!(
-        out.contains("\ndisk  raw ") && out.contains("vhost-user-blk") && out.contains("256, not started")
+        out.contains("\ndisk  raw ")
+            && out.contains("vhost-user-blk")
+            && out.contains("disk: queues 0-255 stopped")
     );
     let (out, err) = daemon.end();
     let control = user.run().join("vshunt.sock");

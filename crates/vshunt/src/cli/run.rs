@@ -5,18 +5,15 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 use vshunt_daemon::check_one_place;
-use vshunt_types::spec::{
-    DiskInfo, DiskSpec, ExportInfo, ExportKind, ExportSpec, JobInfo, NetAddress, NetInfo, QueueInfo,
-    WorkerInfo,
-};
+use vshunt_types::spec::{DiskInfo, DiskSpec, ExportInfo, ExportKind, ExportSpec, NetAddress};
 
 use super::args::config::ConfigCommand;
 use super::args::{Cli, Command, DiskCommand, ExportCommand, ListArgs, NetCommand, WorkerCommand};
 use super::attach::{move_queues, worker_id};
-use super::call::{absolute, call, connect, list, print_json, query, send, started, to_value};
+use super::call::{absolute, call, connect, list, print_json, send, started, to_value};
 use super::client::Client;
 use super::passing::{self, Wanted};
-use super::{jobs, limit, pages, quit, running, show, snapshot, top};
+use super::{jobs, limit, pages, quit, running, show, snapshot, status, top};
 use crate::image::{self, summary};
 use crate::outcome::{Failure, Outcome, one_line, print, print_line};
 use crate::serve::{ServeOptions, serve};
@@ -42,7 +39,7 @@ pub(super) fn run(cli: Cli) -> Outcome {
             let if_running = |_: &config::Setup| Default::default();
             serve(setup, &ServeOptions { program: "vshunt", log: cli.log, ends_with, if_running })
         }
-        Command::Status(args) => status(&mut connect()?, args),
+        Command::Status(args) => status::run(control, args),
         Command::Top(args) => top::run(control, &args),
         Command::Config(ConfigCommand::Check { file }) => config::check::file(&file),
         Command::Config(ConfigCommand::Show) => config_show(&mut connect()?),
@@ -95,43 +92,6 @@ fn parse_arguments(text: Option<&str>) -> Outcome<Map<String, Value>> {
         Some(Ok(_)) => Err(Failure::Usage("ARGUMENTS is not a JSON object".into())),
         Some(Err(e)) => Err(Failure::Usage(format!("ARGUMENTS is not JSON: {e}"))),
     }
-}
-
-fn status(client: &mut Client, args: ListArgs) -> Outcome {
-    if args.json {
-        return print_json(&json!({
-            "disks": query(client, "query-disks")?,
-            "nets": query(client, "query-nets")?,
-            "exports": query(client, "query-exports")?,
-            "jobs": query(client, "query-jobs")?,
-            "queues": query(client, "query-queues")?,
-            "sandbox": query(client, "query-sandbox")?,
-            "workers": query(client, "query-workers")?,
-        }));
-    }
-    let none = || json!({});
-    let disks: Vec<DiskInfo> = call(client, "query-disks", none())?;
-    let nets: Vec<NetInfo> = call(client, "query-nets", none())?;
-    let exports: Vec<ExportInfo> = started(client, "query-exports")?;
-    let jobs: Vec<JobInfo> = call(client, "query-jobs", none())?;
-    let queues: Vec<QueueInfo> = started(client, "query-queues")?;
-    let workers: Vec<WorkerInfo> = call(client, "query-workers", none())?;
-    // Tables without rows are left out. There is always a worker.
-    let tables = [
-        (!disks.is_empty()).then(|| show::disks(&disks)),
-        (!nets.is_empty()).then(|| show::nets(&nets)),
-        (!exports.is_empty()).then(|| show::exports(&exports)),
-        show::choices(&exports),
-        show::ports(&exports),
-        show::limits(&exports),
-        (!jobs.is_empty()).then(|| show::jobs(&jobs)),
-        show::queues(&queues, &exports),
-        show::latencies(&exports),
-        Some(show::workers(&workers)),
-        show::drops(&queues),
-        Some(show::sandbox(&call(client, "query-sandbox", none())?)),
-    ];
-    print(&tables.into_iter().flatten().collect::<Vec<_>>().join("\n"))
 }
 
 fn config_show(client: &mut Client) -> Outcome {

@@ -1,30 +1,55 @@
-//! Short forms for many queues: those that never started are counted, and runs of queues are
-//! written as a range.
+//! Short forms for many queues: stopped ones share a line, and runs of queues are written as a
+//! range.
 
-use vshunt_types::spec::QueueInfo;
+use std::collections::HashSet;
+
+use vshunt_types::spec::{ExportInfo, QueueInfo};
 
 use crate::outcome::one_line;
 
-/// Returns the queues that a table lists, and a line for each export whose other queues never
-/// started. `queues` are grouped by export.
-pub(super) fn split(queues: &[QueueInfo]) -> (Vec<&QueueInfo>, Vec<String>) {
+/// Returns the queues that a table lists, and a line for each owner with several stopped queues.
+/// `queues` are grouped by owner. A stopped queue that has completed requests is listed.
+pub(super) fn split<'a>(
+    queues: &'a [QueueInfo],
+    exports: &[ExportInfo],
+) -> (Vec<&'a QueueInfo>, Vec<String>) {
     let (mut listed, mut lines) = (Vec::new(), Vec::new());
-    for of_export in queues.chunk_by(|a, b| a.export == b.export) {
-        let (started, idle): (Vec<_>, Vec<_>) = of_export.iter().partition(|queue| queue.has_started());
-        if idle.len() <= QueueInfo::IDLE_SHOWN {
-            listed.extend(of_export);
+    for of_owner in queues.chunk_by(|a, b| a.export == b.export) {
+        let owner = of_owner.first().map_or("", |queue| queue.export.as_str());
+        let (stopped, others): (Vec<_>, Vec<_>) = of_owner.iter().partition(|queue| has_nothing(queue));
+        let mut indices: Vec<u16> = stopped.iter().map(|queue| queue.index).collect();
+        indices.extend(exports.iter().filter(|export| export.spec.name == owner).flat_map(left_out));
+        if indices.len() < 2 {
+            listed.extend(of_owner);
             continue;
         }
-        let export = idle.first().map_or("", |queue| queue.export.as_str());
-        lines.push(line(export, idle.len(), started.is_empty()));
-        listed.extend(started);
+        lines.push(line(owner, indices));
+        listed.extend(others);
+    }
+    let is_there = |export: &&ExportInfo| queues.iter().any(|queue| queue.export == export.spec.name);
+    for export in exports.iter().filter(|export| export.queues_left_out > 0 && !is_there(export)) {
+        lines.push(line(&export.spec.name, left_out(export)));
     }
     (listed, lines)
 }
 
-/// Returns the line for queues of an export that never started. `all`: it has no others.
-pub(super) fn line(export: &str, count: usize, all: bool) -> String {
-    one_line(&format!("{export}: {count}{}, not started", if all { "" } else { " more" })).into_owned()
+fn has_nothing(queue: &QueueInfo) -> bool {
+    queue.state == "stopped" && queue.requests == 0 && queue.errors == 0
+}
+
+/// Returns the indices of the queues that the daemon left out of an export's list.
+fn left_out(export: &ExportInfo) -> Vec<u16> {
+    let told: HashSet<u16> = export.queue_list.iter().map(|queue| queue.index).collect();
+    let all = told.len() + export.queues_left_out as usize;
+    (0..=u16::MAX).take(all).filter(|index| !told.contains(index)).collect()
+}
+
+fn line(owner: &str, mut indices: Vec<u16>) -> String {
+    indices.sort_unstable();
+    let names: Vec<_> = indices.iter().map(|index| format!(":{index}")).collect();
+    let plural = if names.len() == 1 { "" } else { "s" };
+    let all = ranges(&names).replace(':', "");
+    one_line(&format!("{owner}: queue{plural} {all} stopped")).into_owned()
 }
 
 /// Joins names of queues, `EXPORT:INDEX`. Three and more in a row are written `EXPORT:FIRST-LAST`.
@@ -59,9 +84,9 @@ fn index(name: &str) -> Option<(&str, u32)> {
 mod tests {
     use super::*;
 
-    fn queue(export: &str, index: u16, size: u16) -> QueueInfo {
+    fn queue(export: &str, index: u16, state: &str) -> QueueInfo {
         serde_json::from_value(serde_json::json!({
-            "export": export, "index": index, "worker": 0, "state": "stopped", "size": size, "packed": false,
+            "export": export, "index": index, "worker": 0, "state": state, "size": 64, "packed": false,
             "in-flight": 0, "generation": 0, "requests": 0, "errors": 0, "read-bytes": 0, "write-bytes": 0,
             "kicks": 0, "notifications": 0,
         }))
@@ -69,13 +94,16 @@ mod tests {
     }
 
     #[test]
-    fn many_queues_that_never_started_are_one_line() {
-        let mut queues: Vec<_> = (0..256).map(|i| queue("vm0", i, if i < 4 { 128 } else { 0 })).collect();
-        queues.extend((0..20).map(|i| queue("vm1", i, 0)));
-        queues.extend((0..8).map(|i| queue("vm2", i, 0)));
-        let (listed, lines) = split(&queues);
-        assert_eq!(listed.len(), 4 + 8);
-        assert_eq!(lines, ["vm0: 252 more, not started", "vm1: 20, not started"]);
+    fn stopped_queues_are_one_line() {
+        let mut queues: Vec<_> =
+            (0..8).map(|i| queue("vm0", i, if i == 3 { "running" } else { "stopped" })).collect();
+        queues[5].requests = 7;
+        queues.extend((0..2).map(|i| queue("vm1", i, "stopped")));
+        queues.push(queue("vm2", 0, "stopped"));
+        let (listed, lines) = split(&queues, &[]);
+        let listed: Vec<_> = listed.iter().map(|q| format!("{}:{}", q.export, q.index)).collect();
+        assert_eq!(listed, ["vm0:3", "vm0:5", "vm2:0"]);
+        assert_eq!(lines, ["vm0: queues 0-2,4,6,7 stopped", "vm1: queues 0,1 stopped"]);
     }
 
     #[test]

@@ -6,8 +6,7 @@ use super::{idle, size, table};
 
 /// Returns the table of the queues of `exports` and of jobs. None if there are no queues.
 pub(crate) fn queues(queues: &[QueueInfo], exports: &[ExportInfo]) -> Option<String> {
-    let left_out: Vec<_> = exports.iter().filter(|export| export.queues_left_out > 0).collect();
-    if queues.is_empty() && left_out.is_empty() {
+    if queues.is_empty() && exports.iter().all(|export| export.queues_left_out == 0) {
         return None;
     }
     let controls: Vec<_> = exports.iter().filter(|export| has_control(export)).collect();
@@ -15,14 +14,7 @@ pub(crate) fn queues(queues: &[QueueInfo], exports: &[ExportInfo]) -> Option<Str
         true => format!("{}:{} control", queue.export, queue.index),
         false => format!("{}:{}", queue.export, queue.index),
     };
-    let (queues, mut idle) = idle::split(queues);
-    for export in left_out {
-        idle.push(idle::line(
-            &export.spec.name,
-            export.queues_left_out as usize,
-            export.queue_list.is_empty(),
-        ));
-    }
+    let (queues, stopped) = idle::split(queues, exports);
     let mut text = table(
         ["QUEUE", ">WORKER", "STATE", ">SIZE", ">IN-FLIGHT", ">REQUESTS", ">ERRORS", ">READ", ">WRITTEN"],
         queues.iter().map(|q| {
@@ -39,7 +31,10 @@ pub(crate) fn queues(queues: &[QueueInfo], exports: &[ExportInfo]) -> Option<Str
             ]
         }),
     );
-    idle.iter().for_each(|line| text.extend([line, "\n"]));
+    if queues.is_empty() {
+        text.clear();
+    }
+    stopped.iter().for_each(|line| text.extend([line, "\n"]));
     Some(text)
 }
 
@@ -107,12 +102,18 @@ mod tests {
     }
 
     #[test]
-    fn queues_that_the_daemon_left_out_are_counted() {
+    fn queues_that_the_daemon_left_out_are_named() {
         let mut some = ExportInfo { queues_left_out: 252, ..export("d0", "vhost-user-blk", "user") };
         some.queue_list = vec![queue("d0", 0, false)];
         let all = ExportInfo { queues_left_out: 256, ..export("d1", "vhost-user-blk", "user") };
         let text = queues(&some.queue_list.clone(), &[some, all]).unwrap();
-        assert!(text.ends_with("d0: 252 more, not started\nd1: 256, not started\n"), "{text}");
+        assert!(text.ends_with("d0: queues 1-252 stopped\nd1: queues 0-255 stopped\n"), "{text}");
+    }
+
+    #[test]
+    fn a_table_of_stopped_queues_has_no_titles() {
+        let all = ExportInfo { queues_left_out: 16, ..export("d1", "vhost-user-blk", "user") };
+        assert_eq!(queues(&[], &[all]).unwrap(), "d1: queues 0-15 stopped\n");
     }
 
     #[test]
