@@ -44,6 +44,7 @@
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests make threads of their own"))]
 
 mod attach;
+pub mod balance;
 mod eventfd;
 mod kernel;
 mod latency;
