@@ -13,8 +13,8 @@ use vshunt_net::switch;
 use vshunt_tap as tap;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{
-    DiskSpec, Engine, ExportKind, ExportSpec, LimitsSpec, NetKind, NetSpec, VLAN_MAX, WorkerKind, WorkerSpec,
-    Workers as Spread,
+    BalanceMode, DiskSpec, Engine, ExportKind, ExportSpec, LimitsSpec, NetKind, NetSpec, VLAN_MAX,
+    WorkerKind, WorkerSpec, Workers as Spread,
 };
 use vshunt_vhost_user::blk::SERIAL_MAX;
 
@@ -123,6 +123,12 @@ impl Check for ExportSpec {
             if self.engine == Some(Engine::Kernel) {
                 return wrong("the kernel has no limits; leave out engine=kernel, or the limits".to_owned());
             }
+        }
+        if self.balance.is_some_and(|mode| mode != BalanceMode::Off) && self.engine == Some(Engine::Kernel) {
+            return wrong(
+                "queues of the kernel engine do not follow load; leave out engine=kernel, or balance"
+                    .to_owned(),
+            );
         }
         if self.workers == Spread::Count(0) {
             return wrong("workers=0 would serve nothing; give 1 or more, or per-queue".to_owned());
@@ -302,6 +308,7 @@ fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool
         ("memory-may-block", &[VhostUserBlk, VhostUserNet], spec.memory_may_block.is_some()),
         ("limits", &[VhostUserBlk, Fuse], spec.limits.is_some()),
         ("latency", &[VhostUserBlk, Fuse], spec.latency.is_some()),
+        ("balance", &[VhostUserBlk, VhostUserNet, Uplink], spec.balance.is_some()),
         ("serial", &[VhostUserBlk], spec.serial.is_some()),
         ("block-size", &[VhostUserBlk], spec.block_size.is_some()),
         ("readonly", &[VhostUserBlk], spec.readonly),

@@ -1,5 +1,6 @@
 //! The daemon, with one method for each command. Any control thread may call them.
 
+mod balance;
 mod bitmaps;
 mod convert;
 mod jobs;
@@ -27,6 +28,7 @@ use vshunt_types::spec::{
 
 pub use self::convert::ToConvert;
 pub use self::snapshot::OverlayMode;
+use crate::balance::Balance;
 use crate::check::{Check, settings};
 use crate::disk_entry::DiskEntry;
 use crate::event::{Event, Listener};
@@ -67,6 +69,7 @@ pub struct Daemon {
     pub(super) workers: Arc<Workers>,
     listeners: RwLock<Vec<Listener>>,
     limits: LimitGroups,
+    balance: Balance,
     pub(super) this: Weak<Daemon>,
 }
 
@@ -132,6 +135,7 @@ impl Daemon {
             workers,
             listeners: RwLock::default(),
             limits: LimitGroups::default(),
+            balance: Balance::default(),
             this: this.clone(),
         }))
     }
@@ -339,13 +343,14 @@ impl Daemon {
         let name = spec.name.clone();
         let observer = ExportObserver { name: name.clone(), daemon: self.this.clone() };
         // Before the first request can come.
-        let limits = spec.limits.clone();
+        let (limits, balance) = (spec.limits.clone(), spec.balance);
         let cell = Arc::<LimitCell>::default();
         let limited = limits.map_or(Ok(()), |limits| self.limits.set(&name, &cell, &limits));
         let made = limited
             .and_then(|()| Export::create(spec, backend, &self.workers, Arc::new(observer), prepare, cell));
-        if made.is_err() {
-            self.limits.lift(&name);
+        match &made {
+            Ok(_) => self.balance.add(&name, balance),
+            Err(_) => self.limits.lift(&name),
         }
         let mut state = self.state();
         let result = match made {
@@ -359,7 +364,9 @@ impl Daemon {
                 Err(e)
             }
         };
+        drop(state);
         self.changed.notify_all();
+        self.start_balancing();
         result
     }
 
@@ -433,6 +440,7 @@ impl Daemon {
     fn end(&self, name: &str, export: &Export) {
         export.remove();
         self.limits.lift(name);
+        self.balance.remove(name);
         {
             let mut state = self.state();
             state.exports.remove(name);
@@ -454,6 +462,7 @@ impl Daemon {
         let info = |(export, removing): (Arc<Export>, _)| {
             let mut info = ExportInfo { removing, ..export.info() };
             info.spec.limits = self.limits.of(&export.spec.name);
+            (info.spec.balance, info.balancing) = self.balancing(&export);
             info
         };
         shown.into_iter().map(info).collect()
@@ -545,7 +554,7 @@ impl Daemon {
         self.shown().iter().map(|e| (e.spec.name.clone(), e.own_workers().to_vec())).collect()
     }
 
-    /// Attaches a queue to a worker while I/O runs.
+    /// Attaches a queue to a worker while I/O runs. It stays there until `balance` is set again.
     ///
     /// # Errors
     /// The queue stays on its worker: there is no such queue or worker, or requests in flight did
@@ -553,7 +562,11 @@ impl Daemon {
     pub fn queue_attach(&self, export: &str, index: u16, worker: WorkerId, timeout: Duration) -> Result<()> {
         match self.job_queue(export) {
             Some(queue) => queue.attach(index, worker, timeout)?,
-            None => self.serving(export)?.with_queues(|queues| queues.attach(index, worker, timeout))?,
+            None => {
+                let serving = self.serving(export)?;
+                let attach = || serving.with_queues(|queues| queues.attach(index, worker, timeout));
+                self.balance.attached_by_command(export, index, attach)?;
+            }
         }
         self.tell(&Event::QueueAttached { export: export.to_owned(), index, worker });
         Ok(())
@@ -587,6 +600,7 @@ impl Daemon {
     /// that is complete, even if another thread started it. May be called more than once.
     pub fn shutdown(&self) {
         self.state().shut = true;
+        self.balance.shut();
         self.end_jobs();
         let exports: Vec<(String, Arc<Export>)> = {
             let mut state = self.state();

@@ -1,7 +1,7 @@
 //! Events of the daemon.
 
 use vshunt_engine::WorkerId;
-use vshunt_types::spec::{JobInfo, JobStatus};
+use vshunt_types::spec::{BalanceOutcome, JobInfo, JobStatus};
 
 /// An event. Listeners are called on the thread where it happens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,6 +29,21 @@ pub enum Event {
         index: u16,
         /// Its worker now.
         worker: WorkerId,
+    },
+    /// It was decided that a queue should be on another worker.
+    QueueBalanced {
+        /// The export.
+        export: String,
+        /// The queue's index.
+        index: u16,
+        /// Its worker before.
+        from: WorkerId,
+        /// The worker that it should be on.
+        worker: WorkerId,
+        /// What was done.
+        outcome: BalanceOutcome,
+        /// Why it should be there.
+        reason: String,
     },
     /// A guest violated the rules of a ring. The queue is stopped until the guest resets it.
     QueueBroken {

@@ -204,6 +204,23 @@ impl Export {
         }
     }
 
+    /// Checks that its queues can follow load.
+    pub(super) fn check_balanced(&self) -> Result<()> {
+        let name = &self.spec.name;
+        if self.spec.kind == ExportKind::Fuse {
+            return Err(Error::unsupported(format!(
+                "export {name} is a mount, whose channels share its requests already; leave it out of balance"
+            )));
+        }
+        match self.is_kernel() {
+            true => Err(Error::unsupported(format!(
+                "export {name} is served by the kernel, whose queues do not follow load: remove it, and add it with \
+                 engine=user"
+            ))),
+            false => Ok(()),
+        }
+    }
+
     /// Checks that all requests of its users pass through this process, so that they can be held
     /// back.
     pub(super) fn check_held(&self) -> Result<()> {
@@ -265,6 +282,7 @@ impl Export {
             service_times: LatencyInfo::sum(
                 queue_list.iter().filter_map(|queue| queue.service_times.as_ref()),
             ),
+            balancing: None,
             queue_list,
             queues_left_out: 0,
         }

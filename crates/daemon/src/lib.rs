@@ -29,12 +29,14 @@
 //! | `drained` | work on a disk while nothing is in flight |
 //! | `disk_entry`, `watched` | a disk of the daemon, with its dirty bitmaps and its job |
 //! | `export` | one export: what it opens, how it starts, its queues and its front end |
+//! | `balance` | which exports' queues follow load, and what was decided |
 //! | `job`, `net` | one job, one network |
 //! | `check` | what is wrong with a request by itself |
 //! | `event` | what listeners are told |
 
 #![allow(clippy::disallowed_methods, reason = "control threads may make threads like themselves")]
 
+mod balance;
 mod check;
 mod daemon;
 mod disk_entry;

@@ -1,6 +1,6 @@
 //! The workers of a daemon. Control makes, changes, lists and frees them while I/O runs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::mpsc::sync_channel;
@@ -16,6 +16,7 @@ use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::cpu_list;
 
 use super::WorkerId;
+use super::balance::WorkerSample;
 use super::kernel::KernelWorker;
 use super::mailbox::{Ending, Message, Shared};
 use super::phases::WorkerTimes;
@@ -426,6 +427,27 @@ impl Workers {
             entry.name = name;
         }
         Ok(())
+    }
+
+    /// Returns the ids of the workers that are threads of this process and are not being freed.
+    pub fn user_ids(&self) -> Vec<WorkerId> {
+        let list = self.list();
+        let usable = |e: &Entry| matches!(e.runner, Runner::User { .. }) && !e.ending;
+        list.by_id.iter().filter(|(_, e)| usable(e)).map(|(&id, _)| id).collect()
+    }
+
+    /// Returns how busy these workers have been. Those of the in-kernel engine are left out.
+    pub fn loads(&self, of: &BTreeSet<WorkerId>) -> Vec<WorkerSample> {
+        let list = self.list();
+        let listed = of.iter().filter_map(|id| Some((*id, list.by_id.get(id)?)));
+        let load = |(id, e): (WorkerId, &Entry)| match &e.runner {
+            Runner::User { shared } => {
+                let cpus = sched_getaffinity(Pid::from_raw(e.tid)).map_or(Vec::new(), |set| cpus(&set));
+                Some(WorkerSample { id, cpus, busy_ns: shared.phases.times().busy.as_nanos() as u64 })
+            }
+            Runner::Kernel(_) => None,
+        };
+        listed.filter_map(load).collect()
     }
 
     /// Returns all workers, by id.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize, Serializer};
 
 mod access;
+mod balance;
 mod drops;
 mod idle;
 mod job;
@@ -16,6 +17,7 @@ mod net;
 mod port;
 
 pub use access::{SocketAccess, SocketMode};
+pub use balance::{BalanceDecision, BalanceInfo, BalanceMode, BalanceOutcome};
 pub use drops::{DROP_REASONS, DropReason, NetDrops};
 pub use job::{BackupSpec, BitmapInfo, BitmapSpec, JobInfo, JobKind, JobStatus};
 pub use latency::{LatencyFigures, LatencyInfo, LatencyMode};
@@ -345,6 +347,10 @@ pub struct ExportSpec {
     /// time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsSpec>,
+    /// vhost-user, uplink: whether queues are moved to less busy workers: `off`, `auto` or
+    /// `dry-run`. It can be changed at run time. Absent: the setting of the daemon.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub balance: Option<BalanceMode>,
 }
 
 impl ExportSpec {
@@ -559,6 +565,9 @@ pub struct ExportInfo {
     /// On a switch: its port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub port: Option<PortInfo>,
+    /// How its queues follow load. Absent if they do not, and never did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub balancing: Option<BalanceInfo>,
     /// vhost-user-blk, fuse: service times of all queues together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service_times: Option<LatencyInfo>,

@@ -5,6 +5,7 @@
 
 mod args;
 mod attach;
+mod balance;
 mod call;
 pub mod client;
 mod jobs;

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use toml::Value;
-use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, SocketAccess, WorkerSpec};
+use vshunt_types::spec::{BalanceMode, DiskSpec, ExportSpec, NetSpec, SocketAccess, WorkerSpec};
 
 use self::args::{MountArgs, SandboxArgs, ServeArgs};
 use self::file::{AttachSpec, Places};
@@ -73,6 +73,8 @@ pub(crate) struct Setup {
     pub(crate) metrics: Option<Address>,
     pub(crate) pidfile: Option<PathBuf>,
     pub(crate) poll_us: Option<u32>,
+    /// Whether queues of exports follow load that do not say it themselves.
+    pub(crate) balance: Option<BalanceMode>,
     pub(crate) disks: Vec<DiskSpec>,
     pub(crate) nets: Vec<NetSpec>,
     pub(crate) workers: Vec<WorkerSpec>,
@@ -106,6 +108,7 @@ pub(crate) fn setup(control: Option<PathBuf>, args: ServeArgs) -> Outcome<Setup>
     setup.metrics = args.metrics.or(setup.metrics);
     setup.pidfile = args.pidfile.or(setup.pidfile);
     setup.poll_us = args.poll_us.or(setup.poll_us);
+    setup.balance = args.balance.or(setup.balance);
     setup.control = match (control, args.no_control) {
         (_, true) => Control::Off,
         (Some(path), _) => Control::At(path),

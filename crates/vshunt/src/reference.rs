@@ -20,6 +20,7 @@ use crate::{cli, keyval, metrics, program};
 /// The files with the structs, and the prefixes of their names in the table of commands.
 const FILES: &[(&str, &str)] = &[
     ("crates/vshunt-types/src/spec.rs", ""),
+    ("crates/vshunt-types/src/spec/balance.rs", ""),
     ("crates/vshunt-types/src/spec/job.rs", ""),
     ("crates/vshunt-types/src/spec/limits.rs", ""),
     ("crates/vshunt-types/src/spec/latency.rs", ""),
@@ -47,6 +48,8 @@ const OBJECTS: &[&str] = &[
     "NetAddress",
     "ExportInfo",
     "LimitsSpec",
+    "BalanceInfo",
+    "BalanceDecision",
     "MountInfo",
     "PortInfo",
     "QueueInfo",
@@ -84,9 +87,15 @@ fn cell(text: &str) -> String {
 /// Replaces the names of pages in a text (`see backup.md`) by links.
 fn linked(text: &str) -> String {
     let mut text = text.to_owned();
-    for page in
-        ["backup.md", "snapshots.md", "sandbox.md", "control.md", "reference/metrics.md", "guide/limits.md"]
-    {
+    for page in [
+        "backup.md",
+        "snapshots.md",
+        "sandbox.md",
+        "control.md",
+        "reference/metrics.md",
+        "guide/limits.md",
+        "guide/workers.md",
+    ] {
         let from = text.replace(&format!("docs/{page}"), page);
         text = from.replace(page, &format!("[{page}](../{page})"));
     }

@@ -220,6 +220,7 @@ impl Serving {
         let server = Server::new(context)?;
         bind_events(&daemon, &server, stop, options.ends_with.clone());
         let mut serving = Self { daemon, server, control, metrics, pidfile: None, down: false };
+        serving.daemon.balance_set(None, setup.balance)?;
         serving.fill(setup)?;
         if let Some(control) = &serving.control {
             let listener = control.listener().map_err(|e| Error::io("cannot use the control socket", e))?;

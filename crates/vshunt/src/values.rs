@@ -13,7 +13,9 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde::de::value::StrDeserializer;
 use vshunt_daemon::{Check, check_disk_size};
-use vshunt_types::spec::{DiskSpec, ExportKind, ExportSpec, Format, NetSpec, WorkerSpec, Workers};
+use vshunt_types::spec::{
+    BalanceMode, DiskSpec, ExportKind, ExportSpec, Format, NetSpec, WorkerSpec, Workers,
+};
 
 use crate::keyval;
 
@@ -29,6 +31,11 @@ pub(crate) fn cpus(text: &str) -> Result<Cpus, String> {
 pub(crate) fn nice(text: &str) -> Result<i32, String> {
     let nice = number(text)?;
     checked(WorkerSpec { nice: Some(nice), ..WorkerSpec::default() }, nice)
+}
+
+pub(crate) fn balance_mode(text: &str) -> Result<BalanceMode, String> {
+    let found = BalanceMode::ALL.iter().find(|(name, _)| *name == text);
+    found.map(|(_, mode)| *mode).ok_or_else(|| format!("`{text}` is none of off, auto, dry-run"))
 }
 
 pub(crate) fn poll_us(text: &str) -> Result<u32, String> {

@@ -1,5 +1,6 @@
 //! The command line. Help, man pages and completions are generated from this table of flags.
 
+pub(crate) mod balance;
 pub(crate) mod config;
 mod examples;
 pub(crate) mod jobs;
@@ -96,6 +97,9 @@ pub(crate) enum Command {
                                  500ms\n  vshunt attach vm0 0"
     )]
     Attach(AttachArgs),
+    /// Have queues follow load: move them to less busy workers
+    #[command(after_long_help = balance::AFTER)]
+    Balance(balance::BalanceArgs),
     /// Limit the operations and bytes per second of an export
     #[command(after_long_help = limit::AFTER)]
     Limit(Box<limit::LimitArgs>),

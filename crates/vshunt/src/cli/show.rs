@@ -8,9 +8,9 @@ use std::fmt::Write as _;
 
 use vshunt_sandbox::{Mode, SandboxInfo};
 use vshunt_types::spec::{
-    AddressOrigin, BitmapInfo, Burst, Cache, DiskInfo, Engine, ExportInfo, ExportKind, Format, JobInfo,
-    JobKind, JobStatus, MountInfo, NetAddress, NetCounters, NetInfo, NetKind, PortState, Transport,
-    WorkerInfo, WorkerKind, cpu_list,
+    AddressOrigin, BalanceDecision, BalanceOutcome, BitmapInfo, Burst, Cache, DiskInfo, Engine, ExportInfo,
+    ExportKind, Format, JobInfo, JobKind, JobStatus, MountInfo, NetAddress, NetCounters, NetInfo, NetKind,
+    PortState, Transport, WorkerInfo, WorkerKind, cpu_list,
 };
 
 pub(crate) use self::idle::ranges;
@@ -277,6 +277,34 @@ pub(crate) fn limits(exports: &[ExportInfo]) -> Option<String> {
         })
         .collect();
     (!rows.is_empty()).then(|| table(["EXPORT", "GROUP", "LIMITS", ">LIMITED"], rows.into_iter()))
+}
+
+/// Returns the table of exports whose queues follow load. None if there are none.
+pub(crate) fn balance(exports: &[ExportInfo]) -> Option<String> {
+    let rows: Vec<_> = exports
+        .iter()
+        .filter_map(|e| {
+            let balancing = e.balancing.as_ref()?;
+            let stay: Vec<_> = balancing.attached.iter().map(|&index| usize::from(index)).collect();
+            let last = balancing.last.as_ref().map(|last| {
+                let what = match last.outcome {
+                    BalanceOutcome::Moved => "",
+                    BalanceOutcome::Failed => ", failed",
+                    BalanceOutcome::DryRun => ", not done",
+                };
+                let BalanceDecision { index, from, worker, age_s, reason, .. } = last;
+                format!("queue {index} from worker {from} to {worker}{what}, {age_s} s ago: {reason}")
+            });
+            Some([
+                e.spec.name.clone(),
+                balancing.mode.to_string(),
+                balancing.moves.to_string(),
+                or_dash(cpu_list(&stay)),
+                or_dash(last.unwrap_or_default()),
+            ])
+        })
+        .collect();
+    (!rows.is_empty()).then(|| table(["EXPORT", "BALANCE", ">MOVES", "STAY", "LAST"], rows.into_iter()))
 }
 
 pub(crate) fn jobs(jobs: &[JobInfo]) -> String {

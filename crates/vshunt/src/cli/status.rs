@@ -65,6 +65,7 @@ impl Report {
             show::choices(&exports),
             show::ports(&exports),
             show::limits(&exports),
+            show::balance(&exports),
             jobs.then(|| lists::typed(lists.jobs).map(|j| show::jobs(&j))).transpose()?,
             show::queues(&queues, &exports),
             show::latencies(&exports),

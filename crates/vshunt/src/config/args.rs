@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args};
 use vshunt_sandbox::Mode;
-use vshunt_types::spec::{DiskSpec, ExportSpec, NetSpec, SocketAccess, SocketMode, WorkerSpec};
+use vshunt_types::spec::{BalanceMode, DiskSpec, ExportSpec, NetSpec, SocketAccess, SocketMode, WorkerSpec};
 
 use super::LogFormat;
 use crate::keyval;
 use crate::metrics::Address;
 use crate::outcome::{Failure, Outcome};
-use crate::values::{poll_us, spec};
+use crate::values::{balance_mode, poll_us, spec};
 
 /// The environment variable for the mode of the sandbox if no flag is given. It has priority over a
 /// configuration file, so that a test suite can run all daemons with one setting.
@@ -109,6 +109,11 @@ Keys of --export, all types:
                     CPU, and does not poll unless poll-us is given; or a number
   poll-us           limit of adaptive polling of these workers
 
+Keys of --export with type=vhost-user-blk, vhost-user-net or uplink:
+  balance           auto: queues move to less busy workers; dry-run: what auto
+                    would do is reported; off. Default: that of the daemon.
+                    See `vshunt balance --help`
+
 Keys of --export with type=vhost-user-blk or fuse:
   limits.iops, .iops-read, .iops-write, .bps, .bps-read, .bps-write
                     operations or bytes per second, all queues together
@@ -192,7 +197,7 @@ Configuration file:
   the working directory, as those of flags are.
     control = \"/run/vm.sock\"  # or false
     # also: control-owner, control-group, control-mode, metrics, pidfile,
-    # poll-us, log-format, sandbox, sandbox-workers, allow-path
+    # poll-us, balance, log-format, sandbox, sandbox-workers, allow-path
     [[disk]]
     name = \"d0\"
     file = \"/var/lib/vm/d0.img\"
@@ -260,6 +265,10 @@ pub(crate) struct ServeArgs {
     /// poll
     #[arg(long, value_name = "N", value_parser = poll_us)]
     pub(crate) poll_us: Option<u32>,
+    /// Move queues to less busy workers: off (default), auto, or dry-run, which only reports what
+    /// it would do; for exports without the key balance
+    #[arg(long, value_name = "MODE", value_parser = balance_mode)]
+    pub(crate) balance: Option<BalanceMode>,
     /// Read disks, networks, exports and workers from a TOML file
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,

@@ -15,7 +15,7 @@ use toml::{Spanned, Value};
 use vshunt_daemon::Check;
 use vshunt_sandbox::Mode;
 use vshunt_types::error::Error;
-use vshunt_types::spec::{SocketAccess, SocketMode, WorkerSpec, text_or_number};
+use vshunt_types::spec::{BalanceMode, SocketAccess, SocketMode, WorkerSpec, text_or_number};
 
 use super::args::SandboxArgs;
 use super::told::Told;
@@ -56,6 +56,9 @@ struct File {
     /// The polling limit of workers that have none of their own, in microseconds. 0: never poll.
     /// Absent: 50.
     poll_us: Option<u32>,
+    /// Whether queues of exports without the key `balance` move to less busy workers: `off`, `auto`
+    /// or `dry-run`. Absent: `off`.
+    balance: Option<BalanceMode>,
     /// The format of the log: `text`, `json` or `journald`. Absent: `journald` if journald reads
     /// stderr, otherwise `text`.
     log_format: Option<LogFormat>,
@@ -214,6 +217,7 @@ pub(super) fn parse(path: &std::path::Path, text: &str) -> (Setup, Told) {
         metrics: file.metrics,
         pidfile: file.pidfile,
         poll_us: file.poll_us,
+        balance: file.balance,
         log_format: file.log_format,
         first_worker: first.and_then(|list: Sections<WorkerSpec>| list.items.into_iter().next()),
         sandbox: SandboxArgs {

@@ -17,6 +17,11 @@ fn name_and_data(event: &Event) -> (&'static str, Value) {
         Event::QueueAttached { export, index, worker } => {
             ("QUEUE_ATTACHED", json!({ "export": export, "index": index, "worker": worker }))
         }
+        Event::QueueBalanced { export, index, from, worker, outcome, reason } => (
+            "QUEUE_BALANCED",
+            json!({ "export": export, "index": index, "from": from, "worker": worker, "outcome": outcome.name(),
+                "reason": reason }),
+        ),
         Event::QueueBroken { export, index, reason } => {
             ("QUEUE_BROKEN", json!({ "export": export, "index": index, "reason": reason }))
         }
@@ -104,6 +109,12 @@ pub(crate) const EVENTS: &[Described] = &[
     described("JOB_STATUS_CHANGE", &["id", "status"], "A job has a new status (QEMU)."),
     described("QUEUE_ATTACHED", &["export", "index", "worker"], "A queue was moved to a worker."),
     described(
+        "QUEUE_BALANCED",
+        &["export", "index", "from", "worker", "outcome", "reason"],
+        "It was decided that a queue should be on another worker (`balance`). `outcome`: `moved`, `failed` or `dry-run`. \
+         `reason`: a text. See [queues that follow load](../guide/workers.md).",
+    ),
+    described(
         "QUEUE_BROKEN",
         &["export", "index", "reason"],
         "The guest misused a ring, which stops until the guest resets it; or the tap of a network device or uplink is \
@@ -138,6 +149,14 @@ mod tests {
             Event::ExportDisconnected { name: name() },
             Event::ExportDeleted { name: name() },
             Event::QueueAttached { export: name(), index: 0, worker: 1 },
+            Event::QueueBalanced {
+                export: name(),
+                index: 0,
+                from: 0,
+                worker: 1,
+                outcome: vshunt_types::spec::BalanceOutcome::Moved,
+                reason: name(),
+            },
             Event::QueueBroken { export: name(), index: 0, reason: name() },
             Event::WorkerNew { id: 1 },
             Event::WorkerFreed { id: 1 },

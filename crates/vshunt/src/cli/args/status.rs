@@ -68,6 +68,13 @@ Columns of limits, which are shown if there are any:
            for T seconds
   LIMITED  how long the queues of the export waited, added up
 
+Columns of balance, which are shown for exports whose queues follow load:
+  BALANCE   auto, dry-run or off
+  MOVES     queues that were moved since the export was added
+  STAY      queues that stay because they were attached by hand
+  LAST      the last decision: the queue, its worker and the one that it should
+            be on, how long ago, and why
+
 Columns of queues:
   WORKER     the worker that the queue is attached to
   STATE      stopped: the guest does not use it; running; broken: the guest

@@ -11,8 +11,8 @@ use serde_json::json;
 use toml::Value;
 use vshunt_daemon::{DEFAULT_POLL_US, Daemon};
 use vshunt_types::spec::{
-    DiskInfo, DiskSpec, Engine, ExportInfo, ExportSpec, Format, NetInfo, NetKind, NetSpec, QueueInfo,
-    SocketMode, WorkerInfo, WorkerKind, WorkerSpec, Workers,
+    BalanceMode, DiskInfo, DiskSpec, Engine, ExportInfo, ExportSpec, Format, NetInfo, NetKind, NetSpec,
+    QueueInfo, SocketMode, WorkerInfo, WorkerKind, WorkerSpec, Workers,
 };
 
 use crate::config::{Control, LogFormat, Setup, control_path};
@@ -32,7 +32,7 @@ fn text(daemon: &Daemon, startup: &Startup) -> String {
     let mut page =
         Page(String::from("# What this vshunt serves. `vshunt serve --config FILE` serves the same.\n"));
     let workers = Listed::new(daemon, startup);
-    settings(&mut page, startup);
+    settings(&mut page, startup, daemon.balance_mode());
     if let Some(spec) = workers.first() {
         page.section("[first-worker]", &spec);
     }
@@ -67,7 +67,9 @@ fn text(daemon: &Daemon, startup: &Startup) -> String {
         page.section("[[worker]]", spec);
     }
     workers.comments(&mut page);
-    let queues = daemon.queues();
+    let mut queues = daemon.queues();
+    // Where queues are that follow load is not to be kept.
+    queues.retain(|queue| daemon.queue_stays(&queue.export, queue.index));
     for export in daemon.exports() {
         let served = export_section(&mut page, &export, &missing);
         if served {
@@ -136,6 +138,8 @@ struct Settings {
     pidfile: Option<PathBuf>,
     #[serde(skip_serializing_if = "Option::is_none")]
     poll_us: Option<u32>,
+    #[serde(skip_serializing_if = "is_off")]
+    balance: BalanceMode,
     #[serde(skip_serializing_if = "Option::is_none")]
     log_format: Option<LogFormat>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -146,7 +150,11 @@ struct Settings {
     allow_path: Vec<PathBuf>,
 }
 
-fn settings(page: &mut Page, startup: &Startup) {
+fn is_off(mode: &BalanceMode) -> bool {
+    *mode == BalanceMode::Off
+}
+
+fn settings(page: &mut Page, startup: &Startup, balance: BalanceMode) {
     let setup = &startup.setup;
     let path = match &setup.control {
         Control::At(path) => Some(path.clone()),
@@ -186,6 +194,7 @@ fn settings(page: &mut Page, startup: &Startup) {
         metrics,
         pidfile,
         poll_us: setup.poll_us,
+        balance,
         log_format: setup.log_format,
         sandbox: setup.sandbox.mode,
         sandbox_workers: setup.sandbox.workers,

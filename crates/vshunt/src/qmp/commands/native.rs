@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use vshunt_daemon::ATTACH_TIMEOUT;
 use vshunt_types::spec::{
-    DiskSpec, ExportSpec, LatencyInfo, LimitsSpec, NetSpec, QueueInfo, Steering, WorkerSpec,
+    BalanceMode, DiskSpec, ExportSpec, LatencyInfo, LimitsSpec, NetSpec, QueueInfo, Steering, WorkerSpec,
 };
 
 use super::qemu;
@@ -49,6 +49,15 @@ struct ExportLimit {
     name: String,
     /// The limits, in place of those that the export has. Absent: its limits are lifted.
     limits: Option<LimitsSpec>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct BalanceSet {
+    /// The name of the export. Absent: the daemon, for all exports without a mode of their own.
+    export: Option<String>,
+    /// The mode. Absent: that of the daemon, for an export.
+    mode: Option<BalanceMode>,
 }
 
 #[derive(Deserialize)]
@@ -192,6 +201,19 @@ pub(super) fn export_add(context: &Context, arguments: Arguments) -> Answer {
 pub(super) fn export_limit(context: &Context, arguments: Arguments) -> Answer {
     let ExportLimit { name, limits } = arguments.read()?;
     Ok(done(context.daemon.export_limit(&name, limits.as_ref())?))
+}
+
+pub(super) fn balance_set(context: &Context, arguments: Arguments) -> Answer {
+    let BalanceSet { export, mode } = arguments.read()?;
+    if export.is_none() && mode.is_none() {
+        return Err(QmpError::generic("give the mode of the daemon: off, auto or dry-run"));
+    }
+    Ok(done(context.daemon.balance_set(export.as_deref(), mode)?))
+}
+
+pub(super) fn query_balance(context: &Context, arguments: Arguments) -> Answer {
+    arguments.read::<Nothing>()?;
+    Ok(json!({ "mode": context.daemon.balance_mode() }))
 }
 
 pub(super) fn export_remove(context: &Context, arguments: Arguments) -> Answer {

@@ -60,6 +60,13 @@ pub(crate) const COMMANDS: &[Command] = &[
     )
     .takes("disk to|target [format overwrite compress bitmap incremental backing speed job]", "BackupSpec")
     .returns("`job`: the name of the job"),
+    command(
+        "balance-set",
+        "Sets whether queues follow load, at any time: for an export, or for all without a mode of their own. Queues that \
+         commands attached may be moved again. See guide/workers.md.",
+        native::balance_set,
+    )
+    .takes("[export] [mode]", "native::BalanceSet"),
     command("bitmap-add", "Adds a dirty bitmap to a disk.", jobs::bitmap_add)
         .takes("disk name [granularity persistent disabled]", "BitmapSpec"),
     command(
@@ -170,7 +177,7 @@ pub(crate) const COMMANDS: &[Command] = &[
     .takes(
         "type name disk|net [socket|mountpoint tap queues workers readonly serial block-size poll-us engine latency mac mtu \
          mac-filter mac-limit vlan trunk isolated reserved memory-may-block writable growable allow-other transport \
-         passthrough limits]",
+         passthrough limits balance]",
         "ExportSpec",
     ),
     command(
@@ -219,6 +226,10 @@ pub(crate) const COMMANDS: &[Command] = &[
         native::net_set,
     )
     .takes("name steering", "native::NetSet"),
+    command("query-balance", "Shows the mode of exports that have none of their own. `query-exports` has that of each.", |c, a| {
+        native::query_balance(c, a)
+    })
+    .returns("`mode`: `off`, `auto` or `dry-run`"),
     command("query-block-exports", "Lists the exports of disks.", qemu::query_block_exports)
         .returns("a list of objects: `id`, `type`, `node-name`, `shutting-down`"),
     command("query-block-jobs", "Lists the jobs, with the members of QEMU's BlockJobInfo.", jobs::query_block_jobs)

@@ -68,6 +68,41 @@ fn workers_come_change_and_go() {
 }
 
 #[test]
+fn balance_is_set_for_the_daemon_and_for_exports() {
+    let dir = tempfile::tempdir().unwrap();
+    let (context, _) = context();
+    call(&context, "disk-add", json!({ "name": "d0", "format": "ram", "size": 1 << 20 })).unwrap();
+    let export = json!({ "type": "vhost-user-blk", "name": "vm0", "disk": "d0", "socket": dir.path().join("s"), "queues": 2 });
+    call(&context, "export-add", export).unwrap();
+    let set = |arguments| call(&context, "balance-set", arguments);
+    let found = || {
+        let list = call(&context, "query-exports", json!({})).unwrap();
+        (
+            list[0]["balance"].clone(),
+            list[0]["balancing"]["mode"].clone(),
+            list[0]["balancing"]["attached"].clone(),
+        )
+    };
+    assert_eq!(found(), (Value::Null, Value::Null, Value::Null));
+    set(json!({ "mode": "dry-run" })).unwrap();
+    assert_eq!(call(&context, "query-balance", json!({})).unwrap(), json!({ "mode": "dry-run" }));
+    assert_eq!(found(), (Value::Null, json!("dry-run"), Value::Null));
+    call(&context, "queue-attach", json!({ "export": "vm0", "index": 1, "worker": 0 })).unwrap();
+    assert_eq!(found().2, json!([1]));
+    refused(&context, "balance-set", json!({}));
+    set(json!({ "export": "no", "mode": "auto" })).unwrap_err();
+    set(json!({ "export": "vm0", "mode": "auto" })).unwrap();
+    assert_eq!(found(), (json!("auto"), json!("auto"), Value::Null));
+    let config = call(&context, "query-config", json!({})).unwrap()["toml"].as_str().unwrap().to_owned();
+    assert_eq!(config.matches("balance = ").count(), 2, "{config}");
+    set(json!({ "mode": "off" })).unwrap();
+    assert_eq!(found().1, json!("auto"));
+    set(json!({ "export": "vm0" })).unwrap();
+    assert_eq!(found(), (Value::Null, Value::Null, Value::Null));
+    context.daemon.shutdown();
+}
+
+#[test]
 fn native_commands_for_disks_and_exports() {
     let dir = tempfile::tempdir().unwrap();
     let (context, _) = context();

@@ -1,0 +1,205 @@
+"""Queues that follow load: moved, reported, or left where they are.
+
+What is asserted is where queues are in the end, and that no request is lost; never how fast it was.
+"""
+
+import contextlib
+import json
+import socket
+import time
+
+import pytest
+import rig as r
+
+# Copies of this size keep a worker busy.
+LOAD = ["--rw", "randrw", "--bs", "64k", "--iodepth", "16", "--queues", "4"]
+pytestmark = pytest.mark.serial
+
+
+def served(rig, name, *arguments, exports=2, keys=""):
+    """A daemon with two workers and exports vm0, vm1 … of four queues, all of them on worker 0."""
+    made = ["--worker", "name=second"]
+    for at in range(exports):
+        made += ["--disk", f"name=d{at},format=ram,size=64M"]
+        made += ["--export", f"type=vhost-user-blk,name=vm{at},disk=d{at},socket={rig.dir}/{name}{at}.sock,queues=4{keys}"]
+    return r.Daemon(rig, *made, *arguments, name=name)
+
+
+@contextlib.contextmanager
+def load(daemon, at, *more):
+    """A load that checks what it reads. At its end all data is read back."""
+    path = daemon.rig.dir / f"{daemon.name}{at}.sock"
+    argv = [r.binary("vshunt-bench"), "blk", "--socket", path, "--quiet", *LOAD, "--runtime", r.FOREVER, *more]
+    child = r.Child(daemon.rig, f"{daemon.name}-load{at}", argv)
+    before = requests(daemon, at)
+    r.wait_for(f"vm{at} has requests", lambda: requests(daemon, at) > before)
+    yield child
+    r.require(child.running(), child.tail())
+    r.require(child.interrupt() == 0, child.tail())
+
+
+def queues(daemon, at):
+    return [q for q in daemon.status()["queues"] if q["export"] == f"vm{at}" and q["state"] == "running"]
+
+
+def requests(daemon, at):
+    return sum(q["requests"] for q in daemon.status()["queues"] if q["export"] == f"vm{at}")
+
+
+def workers(daemon, at):
+    """The workers of the queues of an export that are in use, by queue."""
+    return [q["worker"] for q in queues(daemon, at)]
+
+
+def balancing(daemon, at=0):
+    exports = {e["name"]: e for e in daemon.status()["exports"]}
+    return exports[f"vm{at}"].get("balancing")
+
+
+def spread(daemon, at):
+    """Wait until an export uses both workers."""
+    r.wait_for(f"vm{at} is on both workers", lambda: set(workers(daemon, at)) == {0, 1}, every_s=0.2)
+
+
+class Events:
+    """The events of a daemon, from now on."""
+
+    def __init__(self, daemon):
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(str(daemon.control))
+        self.lines = self.socket.makefile("rw")
+        self.lines.readline()
+        self.lines.write('{"execute": "qmp_capabilities"}\n')
+        self.lines.flush()
+
+    def wait(self, name):
+        self.socket.settimeout(r.WAIT_S)
+        while True:
+            event = json.loads(self.lines.readline())
+            if event.get("event") == name:
+                return event["data"]
+
+
+def test_queues_follow_a_load_that_shifts(rig):
+    daemon = served(rig, "shift", "--balance", "auto")
+    events = Events(daemon)
+    r.require(workers(daemon, 0) == [], "no queue runs yet")
+    with load(daemon, 0, "--verify"):
+        spread(daemon, 0)
+        told = events.wait("QUEUE_BALANCED")
+        r.require((told["from"], told["worker"], told["outcome"]) == (0, 1, "moved"), f"event: {told}")
+        r.require("worker 0" in told["reason"], f"event: {told}")
+        # The load is divided now, so that each worker has some of it.
+        done = {w["id"]: w["requests"] for w in daemon.status()["workers"]}
+        r.wait_for("both have requests", lambda: all(w["requests"] > done[w["id"]] for w in daemon.status()["workers"]))
+    with load(daemon, 1, "--verify"):
+        spread(daemon, 1)
+        with load(daemon, 0, "--verify"):
+            spread(daemon, 0)
+    info = balancing(daemon)
+    moved = sum(q["generation"] for q in daemon.status()["queues"])
+    r.require(info["mode"] == "auto" and info["moves"] > 0 and info["last"]["reason"], f"balancing: {info}")
+    r.require(moved > 0, "no queue has moved")
+    table = daemon.cli("status").stdout
+    r.require("BALANCE" in table and "from worker" in table, f"status: {table}")
+    shown = daemon.cli("config", "show").stdout
+    r.require('balance = "auto"' in shown and "[[attach]]" not in shown, f"config: {shown}")
+
+
+def test_a_dry_run_moves_nothing(rig):
+    daemon = served(rig, "dry", exports=1, keys=",balance=dry-run")
+    events = Events(daemon)
+    with load(daemon, 0):
+        told = events.wait("QUEUE_BALANCED")
+        r.require(told["outcome"] == "dry-run" and told["from"] == 0 and told["worker"] == 1, f"event: {told}")
+        time.sleep(1)
+        r.require(set(workers(daemon, 0)) == {0}, "a dry run has moved a queue")
+        info = balancing(daemon)
+        r.require(info["moves"] == 0 and info["decisions"] > 0, f"balancing: {info}")
+        r.require("not done" in daemon.cli("status").stdout, daemon.cli("status").stdout)
+        daemon.cli("balance", "auto", "--export", "vm0")
+        spread(daemon, 0)
+        daemon.cli("balance", "off", "--export", "vm0")
+        daemon.cli("attach", "vm0:0-3", "0")
+        time.sleep(1.5)
+        r.require(set(workers(daemon, 0)) == {0}, "a queue has moved with balance off")
+
+
+def test_queues_that_a_command_attached_stay(rig):
+    daemon = served(rig, "stay")
+    daemon.cli("attach", "vm0:0-3", "0")
+    daemon.cli("balance", "auto")
+    r.require(balancing(daemon).get("attached") is None, "what was attached before balance was set may move")
+    daemon.cli("attach", "vm0:0-3", "0")
+    r.require(balancing(daemon)["attached"] == [0, 1, 2, 3], f"balancing: {balancing(daemon)}")
+    with load(daemon, 0):
+        with load(daemon, 1):
+            r.wait_for("vm1 leaves", lambda: 1 in workers(daemon, 1), every_s=0.2)
+            r.require(set(workers(daemon, 0)) == {0}, "a queue has left that a command attached")
+        # A queue that cannot be attached is not kept.
+        r.message_of(daemon.cli("attach", "vm0:0", "77", check=False), "77")
+        daemon.cli("balance", "auto")
+        r.require(balancing(daemon).get("attached") is None, f"balancing: {balancing(daemon)}")
+        spread(daemon, 0)
+    shown = daemon.cli("balance").stdout
+    r.require("balance is auto" in shown and "vm0" in shown, shown)
+    r.require(json.loads(daemon.cli("balance", "--json").stdout)["exports"]["vm0"]["mode"] == "auto", shown)
+
+
+def test_workers_of_other_exports_are_not_used(rig):
+    keys = f"type=vhost-user-blk,name=own,disk=other,socket={rig.dir}/own.sock,queues=4,workers=2"
+    more = ("--disk", "name=other,format=ram,size=64M", "--export", keys)
+    daemon = served(rig, "pools", "--balance", "auto", *more, exports=1)
+    daemon.cli("worker", "free", "second")
+    with load(daemon, 0):
+        time.sleep(3)
+        r.require(set(workers(daemon, 0)) == {0}, f"vm0 is on {workers(daemon, 0)}, and has worker 0 only")
+        daemon.worker_new()
+        r.wait_for("vm0 uses the new worker", lambda: len(set(workers(daemon, 0))) == 2, every_s=0.2)
+
+
+def threads(daemon, name):
+    """The CPU time of the daemon's threads of a name, in ns."""
+    tasks = (r.Path("/proc") / str(daemon.child.pid) / "task").iterdir()
+    named = [task for task in tasks if (task / "comm").read_text().strip() == name]
+    return [int((task / "schedstat").read_text().split()[0]) for task in named]
+
+
+def test_without_balance_there_is_no_thread_and_without_load_no_work(rig):
+    daemon = served(rig, "idle", exports=1)
+    r.require(threads(daemon, "balance") == [], "a thread without balance")
+    r.require(balancing(daemon) is None, "balance is off")
+    daemon.cli("balance", "auto")
+    before = r.wait_for("its thread", lambda: threads(daemon, "balance"))
+    time.sleep(3)
+    used = threads(daemon, "balance")[0] - before[0]
+    r.require(used < 3_000_000, f"without load the thread used {used} ns in 3 s")
+    daemon.cli("balance", "off")
+    r.wait_for("the thread ends", lambda: threads(daemon, "balance") == [])
+
+
+def test_wrong_settings_are_refused(rig):
+    daemon = served(rig, "wrong", exports=1)
+    for arguments in (["on"], ["auto", "--export", "vm7"], ["default"], ["auto", "--json"]):
+        r.message_of(daemon.cli("balance", *arguments, check=False))
+    for keys in ("balance=on", "balance=auto,engine=kernel"):
+        export = f"type=vhost-user-blk,name=x,disk=d0,socket={rig.dir}/x.sock,{keys}"
+        r.message_of(daemon.cli("export", "add", export, check=False))
+    r.message_of(daemon.cli("export", "add", f"type=fuse,name=f,disk=d0,mountpoint={rig.dir}/f,balance=auto", check=False), "balance")
+    for arguments in ("{}", '{"mode": "on"}', '{"mode": "auto", "export": "vm7"}', '{"mode": 5}'):
+        r.require(daemon.cli("qmp", "balance-set", arguments, check=False).returncode == 1, f"{arguments} is accepted")
+
+
+def test_a_daemon_that_is_killed_while_it_balances_loses_no_request(rig):
+    image = rig.image("killed.img", 64 << 20)
+    keys = f"type=vhost-user-blk,name=vm0,disk=d0,socket={rig.dir}/killed0.sock,queues=4"
+    daemon = r.Daemon(
+        rig, "--worker", "name=second", "--disk", f"name=d0,file={image}", "--export", keys, "--balance", "auto", name="killed"
+    )
+    with load(daemon, 0, "--verify", "--reconnect", "60s"):
+        for _ in range(3):
+            time.sleep(0.7)
+            daemon.child.kill()
+            daemon.start()
+        before = requests(daemon, 0)
+        r.wait_for("it has requests again", lambda: requests(daemon, 0) > before + 100)
