@@ -16,6 +16,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 
+import balance
 import before
 import cases
 import depth
@@ -31,7 +32,7 @@ from qcow2 import cases as qcow2
 from report import Report, machine
 
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-CASES = {"null": cases.null, "depth": depth.case, "tmpfs": cases.tmpfs, "ext4": cases.ext4, "workers": cases.workers,
+CASES = {"null": cases.null, "depth": depth.case, "tmpfs": cases.tmpfs, "ext4": cases.ext4, "workers": cases.workers, "balance": balance.case,
          "idle": resident.idle, "memory": resident.memory,
          "fuse-null": fuse.null, "fuse-tmpfs": fuse.tmpfs, "fuse-ext4": fuse.ext4, "fuse-queues": fuse.queues,
          "kernel": kernel.case,
