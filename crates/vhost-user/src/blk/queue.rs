@@ -200,8 +200,9 @@ impl BlkQueue {
         while let Some(replay) = self.replays.pop() {
             match self.vring.replay(&self.mem, &replay, &mut self.chain) {
                 Ok(()) => {
-                    self.charge();
-                    self.begin(uring, base);
+                    let parsed = self.parse();
+                    self.charge(&parsed);
+                    self.begin(uring, base, &parsed);
                     taken += 1;
                 }
                 Err(broken) => {
@@ -226,12 +227,15 @@ impl BlkQueue {
         }
         while taken < budget && self.taken_bytes < TAKE_BYTES && !self.free.is_empty() {
             match self.vring.pop(&self.mem, &mut self.chain) {
-                Ok(true) if limited && !self.may_begin() => {
-                    self.vring.unpop(self.chain.head);
-                    self.limit.hold(uring, base.with(0, OP_LIMIT));
-                    break;
+                Ok(true) => {
+                    let parsed = self.parse();
+                    if limited && !self.may_begin(&parsed) {
+                        self.vring.unpop(self.chain.head);
+                        self.limit.hold(uring, base.with(0, OP_LIMIT));
+                        break;
+                    }
+                    self.begin(uring, base, &parsed);
                 }
-                Ok(true) => self.begin(uring, base),
                 Ok(false) => break,
                 Err(broken) => {
                     self.break_off(&broken);

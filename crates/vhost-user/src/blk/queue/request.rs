@@ -3,9 +3,9 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use virtio::blk::{
-    BLK_RANGE_LEN, Range, Request, SECTOR_SIZE, VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP,
-    VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
-    VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP, split_request,
+    BLK_RANGE_LEN, BadRequest, Range, Request, SECTOR_SIZE, VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK,
+    VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN,
+    VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP, split_request,
 };
 use virtio::mem;
 use virtio::ring::{Seg, gather, scatter};
@@ -26,15 +26,37 @@ enum Prepared {
     Done,
 }
 
+/// A request as it was read, once: the guest may change its memory at any time, and what the limits
+/// count must be what the disk does.
+pub(super) struct Parsed {
+    request: Result<Request, BadRequest>,
+    /// What DISCARD and WRITE_ZEROES are for. An error for all other requests.
+    range: Result<(Op, Range), i32>,
+}
+
 impl BlkQueue {
-    /// Starts the request of the current chain. Afterwards it is in flight, or complete and staged.
+    /// Reads the request of the current chain.
     #[inline]
-    pub(super) fn begin(&mut self, uring: &mut Uring, base: Token) {
+    pub(super) fn parse(&mut self) -> Parsed {
+        let request = split_request(&self.chain, &mut self.data);
+        let range = match &request {
+            Ok(request) if matches!(request.kind, VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES) => {
+                parse_range(request, &self.data)
+            }
+            _ => Err(-libc::EINVAL),
+        };
+        Parsed { request, range }
+    }
+
+    /// Starts the request of the current chain, as [`parse`](Self::parse) read it. Afterwards it is
+    /// in flight, or complete and staged.
+    #[inline]
+    pub(super) fn begin(&mut self, uring: &mut Uring, base: Token, parsed: &Parsed) {
         let Some(index) = self.free.pop() else { unreachable!("the caller checked that a slot is free") };
         let Some(slot) = self.slots.get_mut(usize::from(index)) else { return self.break_off(&NO_SLOT) };
         slot.head = self.chain.head;
         slot.taken = self.meter.stamp();
-        let request = match split_request(&self.chain, &mut self.data) {
+        let request = match &parsed.request {
             Ok(request) => request,
             Err(bad) => {
                 slot.kind = RequestKind::Other;
@@ -44,11 +66,11 @@ impl BlkQueue {
             }
         };
         slot.status = request.status;
-        slot.kind = kind_of(&request);
+        slot.kind = kind_of(request);
         if self.log.is_some() {
             self.remember_writable(index, request.writable);
         }
-        match self.prepare(index, &request) {
+        match self.prepare(index, request, parsed.range) {
             Ok(Prepared::Submit) => {}
             Ok(Prepared::Done) => return self.finish(index, 0),
             Err(errno) => return self.finish(index, errno),
@@ -67,7 +89,12 @@ impl BlkQueue {
     /// # Errors
     /// A negative errno if the request is not valid.
     #[inline]
-    fn prepare(&mut self, index: u16, request: &Request) -> Result<Prepared, i32> {
+    fn prepare(
+        &mut self,
+        index: u16,
+        request: &Request,
+        range: Result<(Op, Range), i32>,
+    ) -> Result<Prepared, i32> {
         let Some(RequestSlot { io, .. }) = self.slots.get_mut(usize::from(index)) else {
             return Err(-libc::EINVAL);
         };
@@ -114,7 +141,7 @@ impl BlkQueue {
             }
             VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
                 io.reset(Op::Flush, 0, false);
-                let (op, range) = parse_range(request, &self.data)?;
+                let (op, range) = range?;
                 if self.shared.readonly {
                     return Err(-libc::EROFS);
                 }
@@ -194,33 +221,33 @@ fn parse_range(request: &Request, data: &[Seg]) -> Result<(Op, Range), i32> {
 }
 
 impl BlkQueue {
-    /// Returns the direction and the bytes of the current chain. None: limits do not concern it, or
-    /// it fails.
-    fn limited(&mut self) -> Option<(Direction, u64)> {
-        let request = split_request(&self.chain, &mut self.data).ok()?;
+    /// Returns the direction and the bytes of a request. None: limits do not concern it, or it
+    /// fails.
+    fn limited(parsed: &Parsed) -> Option<(Direction, u64)> {
+        let request = parsed.request.as_ref().ok()?;
         match request.kind {
             VIRTIO_BLK_T_IN | VIRTIO_BLK_T_OUT if request.data_len > REQUEST_BYTES_MAX => None,
             VIRTIO_BLK_T_IN => Some((Direction::Read, request.data_len)),
             VIRTIO_BLK_T_OUT => Some((Direction::Write, request.data_len)),
             VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
-                let (_, range) = parse_range(&request, &self.data).ok()?;
+                let (_, range) = parsed.range.ok()?;
                 Some((Direction::Write, u64::from(range.num_sectors) * SECTOR_SIZE))
             }
             _ => None,
         }
     }
 
-    /// Asks the limits whether the request of the current chain may begin.
-    pub(super) fn may_begin(&mut self) -> bool {
-        match self.limited() {
+    /// Asks the limits whether a request may begin.
+    pub(super) fn may_begin(&mut self, parsed: &Parsed) -> bool {
+        match Self::limited(parsed) {
             Some((direction, bytes)) => self.limit.ask(direction, bytes),
             None => true,
         }
     }
 
-    /// Charges the limits with the request of the current chain, which begins in any case.
-    pub(super) fn charge(&mut self) {
-        if let Some((direction, bytes)) = self.limited() {
+    /// Charges the limits with a request that begins in any case.
+    pub(super) fn charge(&mut self, parsed: &Parsed) {
+        if let Some((direction, bytes)) = Self::limited(parsed) {
             self.limit.charge(direction, bytes);
         }
     }
