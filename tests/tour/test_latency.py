@@ -107,6 +107,43 @@ def test_sampled_is_a_part_and_off_is_nothing(rig, daemon):
     r.require(abs(per_request - sampled["service-times"]["read"]["total-ns"] / count) < 1, f"{blocks['sampled']} and {sampled}")
 
 
+def test_a_reset_starts_at_zero_and_counters_go_on(rig, daemon):
+    key = 'vshunt_export_latency_seconds_count{export="on",operation="read"}'
+
+    def load(count):
+        child = bench(rig, "on", "--rw", "randread", "--queues", "2", "--ios", count)
+        r.require(child.wait() == 0, child.tail())
+
+    def blockstats():
+        (stats,) = [b["stats"] for b in json.loads(daemon.cli("qmp", "query-blockstats").stdout) if b["device"] == "on"]
+        return stats
+
+    load(500)
+    metric, sums, operations = int(scrape(rig.dir / "metrics")[key]), blockstats()["rd_total_time_ns"], blockstats()["rd_operations"]
+    others = of(daemon, "sampled").get("service-times")
+    daemon.cli("latency", "on", "--reset")
+    r.require("read" not in of(daemon, "on")["service-times"], f"{of(daemon, 'on')}")
+    r.require("rd_latency_histogram" not in blockstats() and blockstats()["rd_total_time_ns"] == sums, f"{blockstats()}")
+    r.require(daemon.cli("latency", "on").stdout == "no request was measured\n", daemon.cli("latency", "on").stdout)
+    r.require(of(daemon, "sampled").get("service-times") == others, "another export was reset, too")
+
+    load(300)
+    ((shown),) = json.loads(daemon.cli("latency", "on", "--json").stdout)
+    read = shown["service-times"]["read"]
+    r.require(read["count"] == 300 == sum(n for _, n in read["bins"]), f"{shown}")
+    r.require(0 < read["p50-ns"] <= read["p99-ns"] <= read["max-ns"], f"{read}")
+    r.require(["on", "read", "300"] in [line.split()[:3] for line in daemon.cli("latency").stdout.splitlines()], "the table")
+    stats = blockstats()
+    r.require(sum(stats["rd_latency_histogram"]["bins"]) == 300 and stats["rd_total_time_ns"] > sums, f"{stats}")
+    r.require(stats["rd_operations"] == operations + 300, f"{stats}")
+    r.require(int(scrape(rig.dir / "metrics")[key]) == metric + 300, "the metric went back")
+
+    r.message_of(daemon.cli("latency", "off", "--reset", check=False), "off", "not measured", "latency=on")
+    r.message_of(daemon.cli("latency", "nobody", check=False), "there is no export nobody", "export list")
+    daemon.cli("latency", "--reset")
+    r.require(daemon.cli("latency").stdout == "no request was measured\n", "not all are reset")
+
+
 def test_top_has_the_figures_of_the_interval(rig, daemon):
     load = bench(rig, "on", "--rw", "randread", "--iodepth", "1", "--runtime", "60s")
     r.wait_for("the load runs", lambda: of(daemon, "on")["queue-list"][0]["in-flight"] or load.running())

@@ -16,7 +16,7 @@ use vshunt_block::Disk;
 use vshunt_engine::Observer;
 use vshunt_engine::{DRAIN_LIMIT, LimitCell, QueueStats, State, WorkerId, Workers};
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{Engine, ExportInfo, ExportKind, ExportSpec, LatencyInfo, QueueInfo};
+use vshunt_types::spec::{Engine, ExportInfo, ExportKind, ExportSpec, LatencyInfo, LatencyMode, QueueInfo};
 use vshunt_types::sync::LockedShared;
 
 pub(crate) use self::prepared::Backend;
@@ -286,6 +286,18 @@ impl Export {
             queue_list,
             queues_left_out: 0,
         }
+    }
+
+    /// Resets the service times. Returns whether they are measured.
+    pub(super) fn reset_latency(&self) -> bool {
+        let served = self.served();
+        let Some(served) = served.as_ref().filter(|served| served.queues.kernel().is_none()) else {
+            return false;
+        };
+        // A queue that never started has nothing to reset.
+        (0..served.queues.len()).for_each(|index| served.queues.stats(index).latency.reset());
+        matches!(self.spec.kind, ExportKind::VhostUserBlk | ExportKind::Fuse)
+            && self.spec.latency.unwrap_or_default() != LatencyMode::Off
     }
 
     /// Returns the requests that its users have completed so far.

@@ -11,9 +11,10 @@
 
 use std::array::from_fn;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use vshunt_types::spec::{LatencyFigures, LatencyInfo, LatencyMode};
+use vshunt_types::sync::Locked;
 
 /// The smallest difference that the histograms tell apart, in nanoseconds. Eight of them are 1 µs,
 /// so the limits of bins are whole microseconds where Prometheus needs them.
@@ -120,6 +121,9 @@ pub struct Latency {
     mode: AtomicU8,
     /// Made with the first meter.
     histograms: OnceLock<Arc<Histograms>>,
+    /// What was measured until the last reset. Workers count on, so a reset costs them nothing. The
+    /// lock is held while control reads or resets the histograms.
+    before_reset: Mutex<Option<Box<LatencyInfo>>>,
 }
 
 impl Latency {
@@ -137,8 +141,30 @@ impl Latency {
         }
     }
 
-    /// Returns what was measured. None if nothing is.
+    /// Returns what was measured since the last reset, and until then. None if nothing is measured.
     pub fn info(&self) -> Option<LatencyInfo> {
+        let before = self.before_reset.locked();
+        let all = self.measured()?;
+        Some(match &*before {
+            Some(before) => LatencyInfo { before_reset: Some(before.clone()), ..all.since(before) },
+            None => all,
+        })
+    }
+
+    /// Resets the figures.
+    pub fn reset(&self) {
+        let mut before = self.before_reset.locked();
+        let (Some(mut all), Some(histograms)) = (self.measured(), self.histograms.get()) else { return };
+        if let Some(older) = &*before {
+            all.keep_longest(older);
+        }
+        // A longer request that the worker adds at this moment is seen by its bin only.
+        histograms.iter().for_each(|histogram| histogram.max_ns.store(0, Relaxed));
+        *before = Some(Box::new(all));
+    }
+
+    /// Returns all that was measured. The longest requests are those since the last reset.
+    fn measured(&self) -> Option<LatencyInfo> {
         let [read, write, flush, other] = &**self.histograms.get()?;
         Some(LatencyInfo {
             mode: self.mode(),
@@ -146,6 +172,7 @@ impl Latency {
             write: write.figures(),
             flush: flush.figures(),
             other: other.figures(),
+            before_reset: None,
         })
     }
 

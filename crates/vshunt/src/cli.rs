@@ -9,6 +9,7 @@ mod balance;
 mod call;
 pub mod client;
 mod jobs;
+mod latency;
 mod limit;
 mod other_names;
 mod pages;

@@ -1,8 +1,8 @@
-//! Limits of exports.
+//! Limits of exports, and resets of their service times.
 
 use std::sync::Arc;
 
-use vshunt_types::error::Result;
+use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::LimitsSpec;
 
 use super::Daemon;
@@ -10,6 +10,20 @@ use crate::check::check_limits;
 use crate::export::removing;
 
 impl Daemon {
+    /// Resets the service times of an export.
+    ///
+    /// # Errors
+    /// There is no such export, or its service times are not measured.
+    pub fn export_latency_reset(&self, name: &str) -> Result<()> {
+        match self.serving(name)?.reset_latency() {
+            true => Ok(()),
+            false => Err(Error::unsupported(format!(
+                "service times of export {name} are not measured; they are for disks over vhost-user-blk and FUSE that the \
+                 daemon serves with latency=sampled or latency=on"
+            ))),
+        }
+    }
+
     /// Sets the limits of an export in place of those that it has; `None` lifts them. They take
     /// effect within 100 ms, and their buckets are empty.
     ///

@@ -169,3 +169,30 @@ fn another_meter_continues_the_histograms() {
     second.publish();
     assert_eq!(count(&latency), 2);
 }
+
+#[test]
+fn a_reset_starts_at_zero_and_keeps_what_was_before() {
+    let (latency, mut meter) = meter(LatencyMode::On);
+    let mut requests = |n: u64| {
+        for _ in 0..n {
+            meter.batch();
+            meter.done(meter.stamp(), RequestKind::Read);
+            meter.publish();
+        }
+    };
+    requests(5);
+    let before = latency.info().unwrap();
+    latency.reset();
+    assert_eq!(count(&latency), 0);
+    requests(3);
+    latency.reset();
+    requests(2);
+    let after = latency.info().unwrap();
+    let read = after.read.clone().unwrap();
+    assert_eq!(read.count, 2);
+    assert!(read.p50_ns <= read.p99_ns && read.p99_ns <= read.max_ns && read.total_ns > 0, "{read:?}");
+    let all = after.without_reset().read.unwrap();
+    assert_eq!(all.count, 10);
+    assert!(all.max_ns >= before.read.unwrap().max_ns && all.max_ns >= read.max_ns, "{all:?}");
+    Latency::default().reset();
+}

@@ -34,6 +34,9 @@ pub struct LatencyInfo {
     /// Of all other requests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub other: Option<LatencyFigures>,
+    /// What was measured until the last reset, for counters that must not go back. Not sent.
+    #[serde(skip)]
+    pub before_reset: Option<Box<Self>>,
 }
 
 /// Service times of requests of one kind.
@@ -124,14 +127,46 @@ impl LatencyInfo {
     pub fn sum<'a>(of: impl IntoIterator<Item = &'a Self>) -> Option<Self> {
         of.into_iter().fold(None, |sum: Option<Self>, one| match sum {
             None => Some(one.clone()),
-            Some(sum) => Some(Self {
-                mode: one.mode,
-                read: together(sum.read, one.read.as_ref()),
-                write: together(sum.write, one.write.as_ref()),
-                flush: together(sum.flush, one.flush.as_ref()),
-                other: together(sum.other, one.other.as_ref()),
-            }),
+            Some(sum) => Some(sum.with(one)),
         })
+    }
+
+    fn with(self, one: &Self) -> Self {
+        let before_reset = match (self.before_reset, &one.before_reset) {
+            (Some(sum), Some(one)) => Some(Box::new(sum.with(one))),
+            (sum, one) => sum.or_else(|| one.clone()),
+        };
+        Self {
+            mode: one.mode,
+            read: together(self.read, one.read.as_ref()),
+            write: together(self.write, one.write.as_ref()),
+            flush: together(self.flush, one.flush.as_ref()),
+            other: together(self.other, one.other.as_ref()),
+            before_reset,
+        }
+    }
+
+    /// Returns the figures as if there had been no reset.
+    pub fn without_reset(mut self) -> Self {
+        match self.before_reset.take() {
+            Some(before) => self.with(&before),
+            None => self,
+        }
+    }
+
+    /// Takes the longest request of each kind from `other` if it took longer.
+    pub fn keep_longest(&mut self, other: &Self) {
+        let kinds = [
+            (&mut self.read, &other.read),
+            (&mut self.write, &other.write),
+            (&mut self.flush, &other.flush),
+            (&mut self.other, &other.other),
+        ];
+        for (own, other) in kinds {
+            if let (Some(own), Some(other)) = (own, other) {
+                own.max_ns = own.max_ns.max(other.max_ns);
+            }
+        }
     }
 
     /// Returns the figures of requests of all kinds together. None if none was measured.
@@ -152,6 +187,7 @@ impl LatencyInfo {
             write: of(&self.write, &before.write),
             flush: of(&self.flush, &before.flush),
             other: of(&self.other, &before.other),
+            before_reset: None,
         }
     }
 
@@ -227,6 +263,21 @@ mod tests {
         assert_eq!(sum.since(&sum).read, None);
         assert_eq!(a.since(&sum), a, "a counter that became smaller began again");
         assert_eq!(LatencyInfo::sum([]), None);
+    }
+
+    #[test]
+    fn a_reset_hides_what_was_before_and_loses_nothing() {
+        let after_reset = |now: LatencyInfo, before: LatencyInfo| LatencyInfo {
+            before_reset: Some(Box::new(before)),
+            ..now
+        };
+        let a = after_reset(read(&[(1000, 1)], 900), read(&[(1000, 4), (8000, 1)], 7900));
+        let b = after_reset(LatencyInfo::default(), read(&[(2000, 2)], 1500));
+        let sum = LatencyInfo::sum([&a, &b, &read(&[(4000, 1)], 3000)]).unwrap();
+        assert_eq!(sum.read.as_ref().map(|f| (f.count, f.max_ns)), Some((2, 3000)));
+        let all = sum.without_reset();
+        assert_eq!(all.read.as_ref().map(|f| (f.count, f.max_ns)), Some((9, 7900)));
+        assert_eq!(all.clone().without_reset(), all);
     }
 
     #[test]

@@ -4,6 +4,7 @@ pub(crate) mod balance;
 pub(crate) mod config;
 mod examples;
 pub(crate) mod jobs;
+pub(crate) mod latency;
 pub(crate) mod limit;
 mod qmp_help;
 pub(crate) mod snapshot;
@@ -100,6 +101,9 @@ pub(crate) enum Command {
     /// Have queues follow load: move them to less busy workers
     #[command(after_long_help = balance::AFTER)]
     Balance(balance::BalanceArgs),
+    /// Show how long requests took, or reset that
+    #[command(after_long_help = latency::AFTER)]
+    Latency(latency::LatencyArgs),
     /// Limit the operations and bytes per second of an export
     #[command(after_long_help = limit::AFTER)]
     Limit(Box<limit::LimitArgs>),

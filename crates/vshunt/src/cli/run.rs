@@ -13,7 +13,7 @@ use super::attach::{move_queues, worker_id};
 use super::call::{absolute, call, connect, list, print_json, send, started, to_value};
 use super::client::Client;
 use super::passing::{self, Wanted};
-use super::{balance, jobs, limit, pages, quit, running, show, snapshot, status, top};
+use super::{balance, jobs, latency, limit, pages, quit, running, show, snapshot, status, top};
 use crate::image::{self, summary};
 use crate::outcome::{Failure, Outcome, one_line, print, print_line};
 use crate::serve::{ServeOptions, serve};
@@ -46,6 +46,7 @@ pub(super) fn run(cli: Cli) -> Outcome {
         Command::Worker(command) => worker(&mut connect()?, command),
         Command::Attach(args) => print_line(&move_queues(&mut connect()?, args)?),
         Command::Balance(args) => balance::run(&mut connect()?, args),
+        Command::Latency(args) => latency::run(&mut connect()?, args),
         Command::Limit(args) => limit::run(&mut connect()?, *args),
         Command::Disk(command) => disk(&mut connect()?, command),
         Command::Net(command) => net(&mut connect()?, command),

@@ -15,7 +15,7 @@ use prometheus_client::registry::{Registry, Unit};
 use serde::Serialize;
 use vshunt_daemon::Daemon;
 use vshunt_types::spec::{
-    DiskInfo, Engine, ExportInfo, ExportKind, JobInfo, JobStatus, LatencyFigures, NetCounters, NetInfo,
+    DiskInfo, Engine, ExportInfo, ExportKind, JobInfo, JobStatus, LatencyInfo, NetCounters, NetInfo,
     NetQueueCounters, PortInfo, PortState, QueueInfo, WorkerInfo,
 };
 
@@ -489,9 +489,12 @@ fn export(export: &ExportInfo) -> Label<'_> {
 /// An export of a disk has a histogram for each kind from the start, so that the first request is
 /// seen as growth.
 fn latencies(e: &ExportInfo) -> impl Iterator<Item = Sample<'_>> {
-    let empty = LatencyFigures::default();
-    e.service_times.iter().flat_map(|latency| latency.each()).map(move |(operation, figures)| {
-        let figures = figures.unwrap_or(&empty);
+    // A reset is for users who look at figures; the counters of a scraper go on.
+    let all = e.service_times.clone().map(LatencyInfo::without_reset).into_iter();
+    let each =
+        all.flat_map(|latency| latency.each().map(|(operation, figures)| (operation, figures.cloned())));
+    each.map(move |(operation, figures)| {
+        let figures = figures.unwrap_or_default();
         let seconds = |ns| if ns == u64::MAX { f64::INFINITY } else { ns as f64 / 1e9 };
         let bins = figures.by_power().into_iter().map(|(limit, n)| (seconds(limit), n)).collect();
         let value = Number::Histogram(figures.total_ns as f64 / 1e9, bins);

@@ -173,6 +173,8 @@ struct Serde {
     default: bool,
     flatten: bool,
     untagged: bool,
+    /// It is not sent.
+    skip: bool,
 }
 
 fn serde(attributes: &[Attribute]) -> Serde {
@@ -191,6 +193,7 @@ fn serde(attributes: &[Attribute]) -> Serde {
                     "default" => said.default = true,
                     "flatten" => said.flatten = true,
                     "untagged" => said.untagged = true,
+                    "skip" => said.skip = true,
                     _ => {}
                 }
                 Ok(())
@@ -207,6 +210,9 @@ fn object(item: &syn::ItemStruct) -> Thing {
     let (mut members, mut flattened) = (Vec::new(), Vec::new());
     for field in &fields.named {
         let said = serde(&field.attrs);
+        if said.skip {
+            continue;
+        }
         let ident = field.ident.as_ref().map(ToString::to_string).unwrap_or_default();
         let optional = said.default || is_option(&field.ty);
         if said.flatten {

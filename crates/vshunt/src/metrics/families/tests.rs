@@ -50,7 +50,7 @@ fn whole() -> Snapshot {
         exports: vec![
             read(json!({
                 "type": "fuse", "name": "f0", "disk": "d0", "engine": "user", "connected": true, "features": [],
-                "queue-list": [], "service-times": { "mode": "on", "read": LatencyFigures::new(
+                "queue-list": [], "service-times": { "mode": "on", "read": vshunt_types::spec::LatencyFigures::new(
                     vec![(1125, 3), (2250, 2), (u64::MAX, 1)], 90_000_000_000, 80_000_000_000) },
                 "mount": { "transport": "dev", "passthrough": false, "allow-other": true, "open-files": 5 },
             })),

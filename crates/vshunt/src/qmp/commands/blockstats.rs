@@ -57,14 +57,18 @@ fn stats(exports: &[&ExportInfo]) -> Value {
     ] {
         stats.insert(key.to_owned(), value.into());
     }
-    let kinds = latency.as_ref().map_or([("", None); 4], LatencyInfo::each);
-    for ((_, figures), (kind, operations)) in kinds.into_iter().zip([
+    // The sums are of all operations; the histograms start at the last reset.
+    let all = latency.clone().map(LatencyInfo::without_reset);
+    let kinds = |latency: &'_ Option<LatencyInfo>| {
+        latency.clone().unwrap_or_default().each().map(|(_, f)| f.cloned())
+    };
+    for ((all, lately), (kind, operations)) in kinds(&all).into_iter().zip(kinds(&latency)).zip([
         ("rd", sum(|q| q.reads)),
         ("wr", sum(|q| q.writes)),
         ("flush", sum(|q| q.flushes)),
     ]) {
-        stats.insert(format!("{kind}_total_time_ns"), total_ns(figures, operations).into());
-        if let Some(figures) = figures {
+        stats.insert(format!("{kind}_total_time_ns"), total_ns(all.as_ref(), operations).into());
+        if let Some(figures) = &lately {
             stats.insert(format!("{kind}_latency_histogram"), histogram(figures));
         }
     }

@@ -44,6 +44,13 @@ struct ExportRemove {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct ExportLatencyReset {
+    /// The name of the export.
+    name: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct ExportLimit {
     /// The name of the export.
     name: String,
@@ -196,6 +203,11 @@ pub(super) fn export_add(context: &Context, arguments: Arguments) -> Answer {
         return Err(QmpError::generic(qemu::NO_FD));
     }
     Ok(done(context.daemon.export_add(spec)?))
+}
+
+pub(super) fn export_latency_reset(context: &Context, arguments: Arguments) -> Answer {
+    let ExportLatencyReset { name } = arguments.read()?;
+    Ok(done(context.daemon.export_latency_reset(&name)?))
 }
 
 pub(super) fn export_limit(context: &Context, arguments: Arguments) -> Answer {

@@ -181,6 +181,13 @@ pub(crate) const COMMANDS: &[Command] = &[
         "ExportSpec",
     ),
     command(
+        "export-latency-reset",
+        "Resets the service times of an export: in `query-exports`, `query-queues` and the histograms of \
+         `query-blockstats`. Metrics and sums of times go on.",
+        native::export_latency_reset,
+    )
+    .takes("name", "native::ExportLatencyReset"),
+    command(
         "export-limit",
         "Sets the limits of an export, at any time. They replace those that it has, and take effect within 100 ms. See \
          guide/limits.md.",
