@@ -70,6 +70,8 @@ pub struct WorkerSample {
     pub cpus: Vec<usize>,
     /// Time since its start in which it had work: it ran without polling, or waited for a CPU. ns.
     pub busy_ns: u64,
+    /// The part of it in which it ran. ns.
+    pub ran_ns: u64,
 }
 
 /// A queue at the time of a sample.
@@ -221,6 +223,8 @@ pub struct Balancer {
     queues: BTreeMap<QueueName, Learnt>,
     /// Share of each worker's time that belongs to no queue.
     other: BTreeMap<WorkerId, f64>,
+    /// Share of the time in which each worker had work and ran.
+    ran: BTreeMap<WorkerId, f64>,
     /// Samples for which a plan has been worth it.
     streak: u32,
     patience: u32,
@@ -233,6 +237,7 @@ impl Default for Balancer {
             previous: None,
             queues: BTreeMap::new(),
             other: BTreeMap::new(),
+            ran: BTreeMap::new(),
             streak: 0,
             patience: PATIENCE,
             trial: None,

@@ -443,7 +443,10 @@ impl Workers {
         let load = |(id, e): (WorkerId, &Entry)| match &e.runner {
             Runner::User { shared } => {
                 let cpus = sched_getaffinity(Pid::from_raw(e.tid)).map_or(Vec::new(), |set| cpus(&set));
-                Some(WorkerSample { id, cpus, busy_ns: shared.phases.times().busy.as_nanos() as u64 })
+                let times = shared.phases.times();
+                let busy_ns = times.busy.as_nanos() as u64;
+                let ran_ns = (cpu_time_us(e.tid) * 1000).saturating_sub(times.polling.as_nanos() as u64);
+                Some(WorkerSample { id, cpus, busy_ns, ran_ns: ran_ns.min(busy_ns) })
             }
             Runner::Kernel(_) => None,
         };

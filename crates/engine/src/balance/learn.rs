@@ -157,7 +157,9 @@ impl Balancer {
             learnt.worker = queue.worker;
             self.queues.insert(name, learnt);
         }
-        self.other.retain(|id, _| sample.workers.iter().any(|worker| worker.id == *id));
+        let is_there = |id: &u32| sample.workers.iter().any(|worker| worker.id == *id);
+        self.other.retain(|id, _| is_there(id));
+        self.ran.retain(|id, _| is_there(id));
     }
 
     /// Learns from two samples. Returns false if they do not fit together, because a queue was
@@ -171,6 +173,9 @@ impl Balancer {
         }
         for worker in &now.workers {
             let Some(earlier) = before.workers.iter().find(|w| w.id == worker.id) else { continue };
+            let ran = worker.ran_ns.saturating_sub(earlier.ran_ns) as f64 / ns;
+            let average_ran = self.ran.entry(worker.id).or_insert(ran);
+            *average_ran = average(*average_ran, ran.min(1.0));
             let busy_ns = (worker.busy_ns.saturating_sub(earlier.busy_ns) as f64).min(ns);
             let here = now.queues.iter().filter(|q| q.worker == worker.id);
             let done: Vec<_> = here.filter_map(|q| Some(Done::between(was.get(&q.name)?, q))).collect();

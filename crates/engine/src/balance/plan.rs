@@ -22,7 +22,8 @@ const GAIN_LEAST_NS: f64 = 3e7;
 const PAYS: f64 = 2.0;
 /// Moves of a plan at most.
 const MOVES_MAX: usize = 32;
-/// The share of a worker above which it has no room for a queue whose need is not known.
+/// The share for which a worker runs above which it has no room for a queue whose need is not
+/// known.
 const ROOM: f64 = 0.85;
 /// The part of its worker's load from which on a queue is alone there.
 const ALONE: f64 = 0.995;
@@ -69,20 +70,33 @@ impl Balancer {
         meant.filter_map(|worker| places.get(&Place::of(worker))).copied().fold(0.0, f64::max)
     }
 
+    /// Returns the share of the time for which the workers of each place ran.
+    fn ran_of_places(&self, sample: &Sample) -> BTreeMap<Place, f64> {
+        let mut ran = BTreeMap::new();
+        for worker in &sample.workers {
+            *ran.entry(Place::of(worker)).or_insert(0.0) += self.ran.get(&worker.id).copied().unwrap_or(0.0);
+        }
+        ran
+    }
+
     /// Returns the places with their loads, and the place of each worker. None: no CPU has time, so
     /// that no worker can do more than it does.
     fn places_with_time(&self, sample: &Sample) -> Option<(BTreeMap<Place, f64>, BTreeMap<WorkerId, Place>)> {
         let places = self.places(sample, |queue| queue.expected);
         let cpus: BTreeSet<usize> = sample.workers.iter().flat_map(|w| w.cpus.iter().copied()).collect();
-        let used: f64 = places.values().map(|load| load.min(1.0)).sum();
+        let used: f64 = self.ran_of_places(sample).values().map(|ran| ran.min(1.0)).sum();
         let place_of = sample.workers.iter().map(|w| (w.id, Place::of(w))).collect();
         (used < FULL * cpus.len() as f64).then_some((places, place_of))
     }
 
     /// Returns a move from a worker that has no time left, if its gain cannot be predicted: the
     /// other queues may have more to do, and costs may be wrong that only a move shows.
+    ///
+    /// A worker that shares CPUs with its clients may be busy nearly all the time, because it waits
+    /// for a CPU. It has room if it ran for a smaller part, and had nothing to do now and then.
     pub(super) fn attempt(&self, sample: &Sample) -> Option<Decision> {
         let (places, place_of) = self.places_with_time(sample)?;
+        let ran = self.ran_of_places(sample);
         let load_of = |place: &Place| places.get(place).copied().unwrap_or(0.0);
         let queues = sample.queues.iter().filter_map(|queue| {
             let from = place_of.get(&queue.worker).filter(|place| load_of(place) >= FULL)?;
@@ -98,14 +112,15 @@ impl Balancer {
                 .filter(|(_, place)| place != from)
                 .min_by(|a, b| load_of(&a.1).total_cmp(&load_of(&b.1)).then(a.0.cmp(&b.0)))?;
             let (to_busy, load) = (load_of(&place), learnt.expected);
-            let fit = (1.0 - to_busy - load).abs();
+            let to_ran = ran.get(&place).copied().unwrap_or(0.0);
+            let fit = (1.0 - to_ran - load).abs();
             let decision = Decision {
                 queue: queue.name.clone(),
                 from: queue.worker,
                 to,
                 reason: Reason::Try { to_busy, load },
             };
-            (to_busy < ROOM).then_some((fit, decision))
+            (to_ran < ROOM && to_busy < FULL).then_some((fit, decision))
         });
         queues.min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, decision)| decision)
     }

@@ -225,6 +225,7 @@ pub(super) fn run(load: &Load, balance: bool) -> Run {
     let mut stalled_until = vec![0.0; load.queues.len()];
     let mut requests = vec![0.0; load.queues.len()];
     let mut busy = vec![0.0; load.workers.len()];
+    let mut ran = vec![0.0; load.workers.len()];
     let (mut got, mut more, mut last, mut placed) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut out = Run { moves: Vec::new(), done: Vec::new() };
     for tick in 0..(load.seconds / TICK) as usize {
@@ -238,6 +239,7 @@ pub(super) fn run(load: &Load, balance: bool) -> Run {
         }
         for (q, got) in got.iter().enumerate() {
             requests[q] += got * TICK / load.queues[q].cost;
+            ran[worker_of[q]] += got * TICK;
             let error = 1.0 + load.noise * (2.0 * r.next() - 1.0);
             busy[worker_of[q]] += if more[worker_of[q]] { 0.0 } else { got * TICK * error };
         }
@@ -246,7 +248,7 @@ pub(super) fn run(load: &Load, balance: bool) -> Run {
         if !balance || tick % SAMPLE != 0 {
             continue;
         }
-        let sample = sample(load, at, &worker_of, &requests, &busy);
+        let sample = sample(load, at, &worker_of, &requests, &busy, &ran);
         let decisions = balancer.observe(sample);
         balancer.begin(&decisions);
         let mut now = at + TICK;
@@ -267,12 +269,13 @@ fn ns(seconds: f64) -> u64 {
     (seconds * 1e9) as u64
 }
 
-fn sample(load: &Load, at: f64, worker_of: &[usize], requests: &[f64], busy: &[f64]) -> Sample {
+fn sample(load: &Load, at: f64, worker_of: &[usize], requests: &[f64], busy: &[f64], ran: &[f64]) -> Sample {
     let all: Vec<WorkerId> = (0..load.workers.len() as WorkerId).collect();
     let worker = |(id, cpus): (usize, &Vec<usize>)| WorkerSample {
         id: id as WorkerId,
         cpus: cpus.clone(),
         busy_ns: ns(busy[id]),
+        ran_ns: ns(ran[id]),
     };
     let queue = |(q, queue): (usize, &SimQueue)| QueueSample {
         name: QueueName { export: "vm".to_owned(), index: q as u16 },
@@ -301,7 +304,7 @@ pub(super) fn dry_run(load: &Load) -> Vec<Decision> {
         let busy_of =
             |worker| got.iter().zip(&worker_of).filter(move |(_, w)| **w == worker).map(|(got, _)| got * at);
         let busy: Vec<f64> = (0..load.workers.len()).map(|worker| busy_of(worker).sum()).collect();
-        let decisions = balancer.observe(sample(load, at, &worker_of, &requests, &busy));
+        let decisions = balancer.observe(sample(load, at, &worker_of, &requests, &busy, &busy));
         decisions.iter().for_each(|decision| balancer.told(decision, ns(at)));
         told.extend(decisions);
     }
