@@ -131,7 +131,7 @@ def test_watch_shows_the_shares_of_the_interval(rig, daemon):
 
 def test_a_wrong_interval_is_refused(rig, daemon):
     done = daemon.cli("status", "--watch=1ms", check=False)
-    r.require(done.returncode == 2 and "100ms to 1h" in done.stderr, f"{done.returncode}: {done.stderr}")
+    r.require(done.returncode == 2 and "100ms to 60m" in done.stderr, f"{done.returncode}: {done.stderr}")
 
 
 def test_watch_tells_the_end_of_the_daemon(rig, daemon):

@@ -211,7 +211,7 @@ pub(crate) struct TopArgs {
 fn interval(text: &str) -> Result<Duration, String> {
     match parse_duration(text)? {
         time if (INTERVAL_MIN..=INTERVAL_MAX).contains(&time) => Ok(time),
-        _ => Err("an interval is 100ms to 1h".into()),
+        _ => Err("an interval is 100ms to 60m".into()),
     }
 }
 

@@ -60,7 +60,9 @@ fn repeat(interval: Duration, mut next: impl FnMut() -> Outcome<String>, writing
 
 /// Writes a text over the one before, from the top of the terminal.
 fn draw(text: &str, is_first: bool) -> Outcome {
-    let (width, height) = terminal::size().unwrap_or((80, 24));
+    // A terminal that does not know its size says 0.
+    let known = terminal::size().ok().filter(|&(width, height)| width > 0 && height > 0);
+    let (width, height) = known.unwrap_or((80, 24));
     let screen = screen(&printable(text), width.max(1).into(), height.max(2).into(), is_first);
     let mut out = io::stdout().lock();
     match out.write_all(screen.as_bytes()).and_then(|()| out.flush()) {
