@@ -71,8 +71,9 @@ impl VhostUserBackendReqHandlerMut for Session {
         if features & F_PROTOCOL == 0 {
             // Without protocol features there is no SET_VRING_ENABLE, and rings are enabled from
             // the start.
+            self.stop_all_discarding();
             for vring in &mut self.vrings {
-                vring.enabled = true;
+                (vring.enabled, vring.switched_off) = (true, false);
             }
         }
         if changed & F_LOG_ALL != 0 {

@@ -328,8 +328,8 @@ impl Session {
     /// If the change fails, the old table stays.
     ///
     /// Rings that wait for memory start, too. With `strict`, a ring that ran and lies outside of
-    /// the new table is an error. Without, it waits: front ends replace a region by removing it and
-    /// adding another.
+    /// the new table is an error, unless it is switched off. Without, it waits: front ends replace
+    /// a region by removing it and adding another.
     pub(super) fn remap(
         &mut self,
         strict: bool,
@@ -340,7 +340,7 @@ impl Session {
         // SAFETY: `keep` of each region is the mapping that `host` points into (`map_region`).
         let mem = unsafe { GuestMemory::new(regions.clone()) };
         let mem = Arc::new(mem.map_err(|e| refuse(format!("the memory table is not usable: {e}")))?);
-        let running: Vec<bool> = self.vrings.iter().map(|v| v.running).collect();
+        let running: Vec<bool> = self.vrings.iter().map(|v| v.running && !v.discards).collect();
         self.pause_all();
         let server = self.server.clone();
         let taken = match self.logging() && !self.log_covers(&regions) {
