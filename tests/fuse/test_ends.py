@@ -64,13 +64,15 @@ class Callers:
         held = f"/proc/{os.getpid()}/fd/{self.held}"
         self.writer = r.Child(suite.rig, f"{name}-writer", [sys.executable, "-B", __file__, "writer", path, turn])
         self.fio = r.Child(suite.rig, f"{name}-fio", fuse_fio.fio_argv(held, 120, SLOTS * BLOCK))
-        self.dd = r.Child(suite.rig, f"{name}-dd", ["dd", f"if={path}", "of=/dev/null", "bs=512", "iflag=direct"])
-        self.all = (self.writer, self.fio, self.dd)
-        self.path = path
+        self.all = (self.writer, self.fio)
+        self.suite, self.name, self.path = suite, name, path
 
     def busy(self):
         r.wait_for("the writer's first blocks", lambda: self.writer.output().count("end") > 20)
         r.wait_for("fio's jobs", lambda: self.opened(self.fio) >= fuse_fio.FIO_JOBS or not self.fio.running())
+        # It reads the file once, so it starts when the others are ready.
+        dd = ["dd", f"if={self.path}", "of=/dev/null", "bs=512", "iflag=direct"]
+        self.all = (*self.all, r.Child(self.suite.rig, f"{self.name}-dd", dd))
         time.sleep(0.1)
         ended = [f"{c.name}: {c.tail(4)}" for c in self.all if not c.running()]
         r.require(not ended, f"ended by themselves: {ended}")
