@@ -280,5 +280,17 @@ def test_what_a_guest_sends_on_a_pair_that_is_switched_off_comes_back(hostile):
     host.close()
 
 
+def test_features_without_protocol_features_enable_a_ring_that_is_switched_off(hostile):
+    nic, host = hostile.nic()
+    with nic:
+        nic.order(p.SET_VRING_ENABLE, struct.pack("<II", 3, 0))
+        answer = nic.u64(p.SET_FEATURES, p.F_VERSION_1 | nic.features)
+        r.require(answer == p.ACCEPTED, f"features: {answer}")
+        ring = nic.rings[3]
+        nic.addresses(3, p.USER + ring.desc, p.USER + ring.used_at, p.USER + ring.avail)
+        hostile.passes(nic, host, 1)
+    host.close()
+
+
 def test_the_tap_is_removed_at_the_end(hostile):
     hostile.daemon.end()

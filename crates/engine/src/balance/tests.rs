@@ -36,6 +36,9 @@ fn figures(kinds: &[Kind], seconds: f64, figure: impl Fn(&Load) -> (f64, f64)) -
 }
 
 /// Checks that at most `few` of 1000 figures are below `least`, and none below `never`.
+///
+/// `least` is what the balancer should reach with every load. It does not: `few` and `never` are
+/// what it was found to do, so that a change cannot make it worse unseen. They are to be lowered.
 fn check(figures: &[(f64, String)], least: f64, few: usize, never: f64) {
     let below: Vec<_> = figures.iter().take_while(|(part, _)| *part < least).collect();
     println!("{} of {} are below {least}, the least is {:.3}", below.len(), figures.len(), figures[0].0);
@@ -64,7 +67,7 @@ fn check_moves(moves: &[(f64, Decision)]) {
 /// A load that changes as often as queues can follow may happen to suit the start, so a few loads
 /// lose.
 #[test]
-fn it_is_not_worse_than_the_placement_at_the_start() {
+fn few_loads_are_served_worse_than_by_the_placement_at_the_start() {
     let figures = figures(&Kind::ALL, 30.0, |load| {
         let (fixed, auto) = (run(load, false), run(load, true));
         show(&auto);
@@ -78,15 +81,16 @@ fn it_is_not_worse_than_the_placement_at_the_start() {
 }
 
 #[test]
-fn a_steady_load_is_not_served_worse() {
+fn hardly_a_steady_load_is_served_worse() {
     let figures =
         figures(&[Kind::Steady], 20.0, |load| (run(load, true).work(0.0), run(load, false).work(0.0)));
     check(&figures, 0.97, 1, 0.9);
 }
 
-/// A steady load is placed well after 3 s: compared with the best placement that a search finds.
+/// Most steady loads are placed well after 3 s: compared with the best placement that a search
+/// finds.
 #[test]
-fn it_converges_in_3_seconds() {
+fn it_mostly_converges_in_3_seconds() {
     let figures = figures(&[Kind::Steady], 8.0, |load| {
         let auto = run(load, true);
         show(&auto);

@@ -78,7 +78,9 @@ impl Session {
     /// connection.
     ///
     /// QEMU disables a ring before GET_VRING_BASE, so the front end may give the ring to another
-    /// program next. The ring uses its memory until GET_VRING_BASE is answered.
+    /// program next. The ring uses its memory until GET_VRING_BASE is answered. What is there
+    /// already is discarded before this returns, so that the base does not depend on when the
+    /// worker runs.
     ///
     /// # Errors
     /// The ring is not usable.
