@@ -86,6 +86,7 @@ def test_queues_follow_a_load_that_shifts(rig):
     r.require(workers(daemon, 0) == [], "no queue runs yet")
     with load(daemon, 0, "--verify"):
         spread(daemon, 0)
+        r.message_of(daemon.cli("worker", "free", "second", check=False), "to another worker first", "balance off --export vm0", code=(1,))
         told = events.wait("QUEUE_BALANCED")
         r.require((told["from"], told["worker"], told["outcome"]) == (0, 1, "moved"), f"event: {told}")
         r.require("worker 0" in told["reason"], f"event: {told}")

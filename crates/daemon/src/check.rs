@@ -191,7 +191,10 @@ fn check_port(spec: &ExportSpec) -> Result<()> {
 }
 
 /// Checks the limits of an export.
-pub(super) fn check_limits(export: &str, limits: &LimitsSpec) -> Result<()> {
+///
+/// # Errors
+/// A limit is out of range, or the name of the group is not usable.
+pub fn check_limits(export: &str, limits: &LimitsSpec) -> Result<()> {
     limits.check().map_err(|why| Error::invalid(format!("export {export}: {why}")))?;
     limits.group.as_deref().map_or(Ok(()), |group| check_name("group", group))
 }

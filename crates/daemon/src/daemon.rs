@@ -495,7 +495,7 @@ impl Daemon {
     /// # Errors
     /// There is no such worker, or it has queues.
     pub fn worker_free(&self, id: WorkerId) -> Result<()> {
-        self.workers.free(id)?;
+        self.workers.free(id).map_err(|e| self.name_balance(id, e))?;
         self.tell(&Event::WorkerFreed { id });
         Ok(())
     }

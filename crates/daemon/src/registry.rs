@@ -208,15 +208,15 @@ impl Registry {
 }
 
 pub(super) fn no_disk(name: &str) -> Error {
-    Error::not_found(format!("there is no disk {name}; 'disk list' shows those that are there"))
+    Error::not_found(format!("there is no disk {name}; see `vshunt disk list`"))
 }
 
 pub(super) fn no_export(name: &str) -> Error {
-    Error::not_found(format!("there is no export {name}; 'export list' shows those that are there"))
+    Error::not_found(format!("there is no export {name}; see `vshunt export list`"))
 }
 
 pub(super) fn no_net(name: &str) -> Error {
-    Error::not_found(format!("there is no network {name}; 'net list' shows those that are there"))
+    Error::not_found(format!("there is no network {name}; see `vshunt net list`"))
 }
 
 #[cfg(test)]

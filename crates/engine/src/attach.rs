@@ -425,7 +425,7 @@ impl QueueSet {
         if delivery.wait(until.saturating_duration_since(Instant::now())).is_none() {
             slot.undelivered = Some(delivery);
             tracing::warn!(
-                "queue {}:{index} waits for worker {}{}; 'queue attach' gives it to another worker",
+                "queue {}:{index} waits for worker {}{}; `vshunt attach` gives it to another worker",
                 self.name,
                 slot.worker,
                 slot.stalled()

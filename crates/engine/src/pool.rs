@@ -572,7 +572,7 @@ fn body(shared: Arc<Shared>, ready: &std::sync::mpsc::SyncSender<io::Result<i32>
 }
 
 fn unknown(id: WorkerId) -> Error {
-    Error::not_found(format!("there is no worker {id}; 'worker list' shows those that are there"))
+    Error::not_found(format!("there is no worker {id}; see `vshunt worker list`"))
 }
 
 fn check_poll(us: u32) -> Result<()> {

@@ -247,6 +247,11 @@ impl Spec for NetSpec {
         let any = keyval::parse("type=tap,name=n").ok();
         any.map(|any: Self| Self { name, ..any })
     }
+
+    fn is_key_of(kind: Option<&str>, key: &str) -> bool {
+        // A switch takes none of the keys of a tap.
+        kind != Some("switch") || ["type", "name"].contains(&key)
+    }
 }
 
 impl Spec for WorkerSpec {

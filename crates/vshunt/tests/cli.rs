@@ -81,7 +81,7 @@ fn usage_is_2_and_names_the_key() {
         ram_export("socket=s,block-size=513"),
     );
     let nowhere = ram_export("queues=1");
-    let cases: [(&[&str], &str); 32] = [
+    let cases: [(&[&str], &str); 33] = [
         (&["serve", "--disk", "disk.img"], "`disk.img` has no key; write name=disk,file=disk.img"),
         (&["-c", "/x", "disk", "add", "/a/b.raw,readonly=on"], "write name=b,file=/a/b.raw"),
         (&["serve", "--disk", "name=a:b,format=ram,size=1M"], "disk name \"a:b\" is not usable"),
@@ -113,6 +113,7 @@ fn usage_is_2_and_names_the_key() {
             "unknown key `fil` (did you mean `file`?); the keys are name, format, file",
         ),
         (&["serve", "--export", "name=e"], "key `type` is missing"),
+        (&["serve", "--net", "name=n,type=switch,mtux=3"], "unknown key `mtux`; the keys are type, name\n"),
         (&["serve", "--no-control"], "nothing to do"),
         (&["serve", "--no-control", "--control", "/x"], "cannot be used with"),
         (&["-c", "/x", "attach", "vm0:3-2", "2"], "write EXPORT:INDEX"),
@@ -255,13 +256,14 @@ fn a_status_has_no_empty_tables() {
 #[test]
 fn what_the_daemon_refuses_is_1() {
     let daemon = Daemon::start(&RAM);
-    let cases: [(&[&str], &str); 9] = [
-        (&["disk", "remove", "nope"], "nope"),
+    let cases: [(&[&str], &str); 10] = [
+        (&["disk", "remove", "nope"], "there is no disk nope; see `vshunt disk list`"),
         (&["disk", "add", "name=d0,format=ram,size=1M"], "d0"),
-        (&["worker", "free", "77"], "77"),
+        (&["worker", "free", "77"], "there is no worker 77; see `vshunt worker list`"),
         (&["worker", "free", "nobody"], "there is no worker nobody"),
-        (&["attach", "vm0:0", "0"], "vm0"),
-        (&["attach", "vm0", "0"], "there is no export vm0"),
+        (&["attach", "vm0:0", "0"], "there is no export vm0; see `vshunt export list`"),
+        (&["export", "remove", "vm0"], "there is no export vm0; see `vshunt export list`"),
+        (&["attach", "vm0", "0"], "there is no export vm0; see `vshunt export list`"),
         (&["export", "add", "type=vhost-user-blk,name=e,disk=nope,socket=s"], "nope"),
         (&["export", "add", "type=vhost-user-blk,name=e,disk=d0,fd=0"], "file descriptor"),
         (&["qmp", "no-such"], "The command no-such has not been found"),
@@ -271,6 +273,8 @@ fn what_the_daemon_refuses_is_1() {
         assert!(err.contains(want), "{args:?}: {err}");
     }
     assert!(daemon.fails(2, &["worker", "set", "0"]).contains("nothing to change"));
+    assert!(daemon.fails(2, &["status", ""]).contains("an empty name; leave it out"));
+    assert!(daemon.fails(2, &["limit", "vm0", "--group", ""]).contains("group name \"\" is not usable"));
 }
 
 #[test]

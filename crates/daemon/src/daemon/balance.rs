@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use vshunt_engine::balance::{Balancer, Decision, QueueName, QueueSample, Sample};
 use vshunt_engine::{State, WorkerId};
-use vshunt_types::error::Result;
-use vshunt_types::spec::{BalanceDecision, BalanceInfo, BalanceMode, BalanceOutcome};
+use vshunt_types::error::{Error, Kind, Result};
+use vshunt_types::spec::{BalanceDecision, BalanceInfo, BalanceMode, BalanceOutcome, QueueInfo};
 
 use super::Daemon;
 use crate::event::Event;
@@ -79,6 +79,25 @@ impl Daemon {
     /// it, or because its export is not balanced.
     pub fn queue_stays(&self, export: &str, index: u16) -> bool {
         self.balance.stays(export, index) || self.balance.mode_of(export) != BalanceMode::Auto
+    }
+
+    /// Adds to the error of a worker that is not freed that `balance=auto` moves queues to it, if a
+    /// queue of it may have been moved so.
+    pub(super) fn name_balance(&self, worker: WorkerId, error: Error) -> Error {
+        let may_move = |queue: &QueueInfo| {
+            let balanced = || self.serving(&queue.export).is_ok_and(|export| export.check_balanced().is_ok());
+            queue.worker == worker && !self.queue_stays(&queue.export, queue.index) && balanced()
+        };
+        let found = match error.kind() {
+            Kind::Busy => self.queues().into_iter().find(may_move),
+            _ => None,
+        };
+        match found {
+            Some(QueueInfo { export, .. }) => {
+                error.remedy(format!("balance=auto moves queues of {export} there: `vshunt balance off --export {export}` ends that"))
+            }
+            None => error,
+        }
     }
 
     /// Returns the own mode of an export, and how its queues follow load.

@@ -10,9 +10,10 @@ use crate::job::Job;
 
 impl Registry {
     pub(crate) fn job(&self, id: &str) -> Result<Arc<Job>> {
-        self.jobs.get(id).cloned().ok_or_else(|| {
-            Error::not_found(format!("there is no job {id}; 'job list' shows those that are there"))
-        })
+        self.jobs
+            .get(id)
+            .cloned()
+            .ok_or_else(|| Error::not_found(format!("there is no job {id}; see `vshunt job list`")))
     }
 
     /// Returns a name for a job: the requested one if it is free, otherwise the first free one.

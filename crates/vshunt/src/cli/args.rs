@@ -53,7 +53,7 @@ Examples:
 
 /// The whole command line.
 #[derive(Debug, Parser)]
-#[command(name = "vshunt", version, about = ABOUT, after_long_help = AFTER, max_term_width = 100)]
+#[command(name = "vshunt", version, about = ABOUT, after_long_help = AFTER, max_term_width = 80)]
 #[command(arg_required_else_help = true)]
 pub(crate) struct Cli {
     /// Control socket of the daemon

@@ -34,7 +34,7 @@ pub(super) fn move_queues(client: &mut Client, args: AttachArgs) -> Outcome<Stri
             let queues: Vec<QueueInfo> = narrowed(client, "query-queues", json!({ "export": export }))?;
             let last = queues.iter().filter(|queue| queue.export == export).map(|queue| queue.index).max();
             0..=last.ok_or_else(|| {
-                Failure::Failed(format!("there is no export {export} with queues; see `vshunt status`"))
+                Failure::Failed(format!("there is no export {export}; see `vshunt export list`"))
             })?
         }
     };

@@ -130,9 +130,7 @@ fn wait_for(client: &mut Client, id: &str, mut before: Option<u64>, quiet: bool)
     loop {
         let jobs = jobs(client)?;
         let Some(job) = jobs.iter().find(|j| j.id == id) else {
-            return Err(Failure::Failed(format!(
-                "there is no job {id}; 'job list' shows those that are there"
-            )));
+            return Err(Failure::Failed(format!("there is no job {id}; see `vshunt job list`")));
         };
         let before = *before.get_or_insert(job.done_bytes);
         bar.set(job.done_bytes, job.total_bytes.max(1));

@@ -16,6 +16,7 @@ pub(super) fn run(client: &mut Client, args: LimitArgs) -> Outcome {
     }
     if let Some(limits) = limits.into_spec() {
         limits.check().map_err(|why| Failure::Usage(in_flags(&limits, why)))?;
+        vshunt_daemon::check_limits(&export, &limits).map_err(|e| Failure::Usage(e.to_string()))?;
         return send(client, "export-limit", json!({ "name": export, "limits": limits }));
     }
     let exports: Vec<ExportInfo> = call(client, "query-exports", json!({}))?;

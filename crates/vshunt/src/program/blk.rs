@@ -22,7 +22,7 @@ Examples:
 
 /// Command line of `vshunt-blk`.
 #[derive(Debug, Parser)]
-#[command(name = "vshunt-blk", version, after_long_help = AFTER, max_term_width = 100)]
+#[command(name = "vshunt-blk", version, after_long_help = AFTER, max_term_width = 80)]
 #[command(about = "A vhost-user block device backend: one file or block device, one socket")]
 pub(super) struct BlkCli {
     /// File or block device to serve

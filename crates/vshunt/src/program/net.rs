@@ -23,7 +23,7 @@ Examples:
 
 /// Command line of `vshunt-net`.
 #[derive(Debug, Parser)]
-#[command(name = "vshunt-net", version, after_long_help = AFTER, max_term_width = 100)]
+#[command(name = "vshunt-net", version, after_long_help = AFTER, max_term_width = 80)]
 #[command(about = "A vhost-user network device backend: one tap, one socket, a worker for each queue pair")]
 pub(super) struct NetCli {
     /// The tap or macvtap; a missing tap is made, and removed at the end

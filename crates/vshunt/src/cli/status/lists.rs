@@ -49,9 +49,14 @@ impl Lists {
         let (exports, jobs) = (of(&self.exports, "name"), of(&self.jobs, "id"));
         let known = |name: &&String| [&disks, &nets, &exports, &jobs].iter().any(|of| of.contains(*name));
         if let Some(name) = names.iter().find(|name| !known(name)) {
-            return Err(Failure::Failed(format!(
-                "there is no export, disk, network or job {name}; see `vshunt status`"
-            )));
+            return Err(match name.as_str() {
+                "" => Failure::Usage(
+                    "an empty name; leave it out to see all exports, disks and networks".into(),
+                ),
+                _ => Failure::Failed(format!(
+                    "there is no export, disk, network or job {name}; see `vshunt status`"
+                )),
+            });
         }
         let is_named = |item: &Value, key| names.iter().any(|name| *name == text(item, key));
         // An export that is named itself shows what it is of, but not the other exports of that.
