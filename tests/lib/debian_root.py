@@ -23,6 +23,14 @@ MAKE_S = 600
 BOOT_S = 120
 
 
+def container():
+    """The container that this machine is, as systemd names it; empty if it is none."""
+    try:
+        return Path("/run/systemd/container").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
 def mirror():
     """The Debian mirror of this machine."""
     places = [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]
@@ -108,6 +116,8 @@ class Root:
         self.container = self.leader = None
 
     def __enter__(self):
+        if container() == "systemd-nspawn":
+            raise r.Skipped("this machine is such a container itself: it can boot none, and has no network for apt")
         below = layers(self.suite, self.packages)
         for name in ("upper", "work", "merged"):
             (self.folder / name).mkdir(parents=True)
