@@ -82,7 +82,8 @@ fn limit_of(bin: usize) -> u64 {
 
 /// The service times of requests of one kind.
 #[derive(Debug)]
-struct Histogram {
+#[repr(align(128))]
+pub(super) struct Histogram {
     bins: [AtomicU64; BINS],
     total_ns: AtomicU64,
     max_ns: AtomicU64,
@@ -112,7 +113,7 @@ impl Histogram {
     }
 }
 
-type Histograms = [Histogram; KINDS];
+pub(super) type Histograms = [Histogram; KINDS];
 
 /// The service times of a queue, for as long as its export exists.
 #[derive(Debug, Default)]
@@ -174,6 +175,12 @@ impl Latency {
             other: other.figures(),
             before_reset: None,
         })
+    }
+
+    /// Returns what workers write.
+    #[cfg(test)]
+    pub(super) fn written(&self) -> Option<&Histograms> {
+        self.histograms.get().map(|all| &**all)
     }
 
     /// Makes the meter of a queue.

@@ -51,7 +51,9 @@ pub(super) enum Message {
     Stop { ending: Arc<Ending> },
 }
 
-/// The state that a worker shares with control.
+/// The state that a worker shares with control. It shares no cache line with what another worker
+/// writes.
+#[repr(align(128))]
 pub(super) struct Shared {
     /// The worker's id.
     pub(super) worker: WorkerId,

@@ -103,8 +103,10 @@ pub enum State {
 }
 
 /// Counters of one queue. Only the owning worker writes them, with plain adds; any thread reads
-/// them.
+/// them. They share no cache line, nor the pair of lines that a CPU may fetch together, with what
+/// another worker writes.
 #[derive(Debug, Default)]
+#[repr(align(128))]
 pub struct QueueStats {
     /// A [`State`].
     state: AtomicU8,

@@ -1,6 +1,7 @@
 //! Workers without virtio. A seeded program attaches a queue of numbered requests to one worker
 //! after another; each request must complete exactly once.
 
+mod lines;
 mod stalled;
 
 use std::os::fd::{AsRawFd, OwnedFd};

@@ -82,6 +82,7 @@ struct RequestSlot {
 }
 
 /// One queue of a mount, over the transport `T`.
+#[repr(align(128))]
 pub(crate) struct FuseQueue<T: QueueTransport> {
     // The owning worker's.
     transport: T,

@@ -9,6 +9,7 @@ use vshunt_types::spec::{DROP_REASONS, DropReason, NetDrops, NetQueueCounters};
 /// pair is on no worker. Any thread reads them. Exception: only the session thread counts
 /// [`Detached`](DropReason::Detached).
 #[derive(Debug, Default)]
+#[repr(align(128))]
 pub struct NetStats {
     to_guest_packets: AtomicU64,
     to_guest_bytes: AtomicU64,

@@ -30,6 +30,7 @@ const OP_READ: u8 = OP_OWN + 1;
 const OP_WRITE: u8 = OP_OWN + 2;
 
 /// See the module.
+#[repr(align(128))]
 pub struct TapPair {
     rings: PairRings<Rx, Tx>,
     tap: Arc<TapQueue>,

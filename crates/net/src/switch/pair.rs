@@ -27,6 +27,7 @@ use crate::pair_rings::PairRings;
 use crate::rx_buffers::RxBuffers;
 
 /// See the module.
+#[repr(align(128))]
 pub struct SwitchPair {
     rings: PairRings<Rx, Tx>,
     sender: Sender,

@@ -79,6 +79,7 @@ struct RequestSlot {
 }
 
 /// One virtqueue of a disk.
+#[repr(align(128))]
 pub(super) struct BlkQueue {
     // Used by the owning worker.
     vring: DeviceRing,

@@ -44,6 +44,7 @@ pub(super) struct UplinkParts {
 }
 
 /// See the module.
+#[repr(align(128))]
 pub(super) struct UplinkQueue {
     tap: Arc<TapQueue>,
     /// The tap as a file of the owning worker's io_uring. `None` while the queue is on no worker.
