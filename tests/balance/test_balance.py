@@ -204,3 +204,67 @@ def test_a_daemon_that_is_killed_while_it_balances_loses_no_request(rig):
             daemon.start()
         before = requests(daemon, 0)
         r.wait_for("it has requests again", lambda: requests(daemon, 0) > before + 100)
+
+
+def sized(rig, name, *arguments, keys=""):
+    """A daemon with an export of four queues and `workers=auto`."""
+    disk = ("--disk", "name=d0,format=ram,size=64M")
+    export = f"type=vhost-user-blk,name=vm0,disk=d0,socket={rig.dir}/{name}0.sock,queues=4,workers=auto{keys}"
+    return r.Daemon(rig, *disk, "--export", export, *arguments, name=name)
+
+
+def pool(daemon):
+    """The workers of vm0, by name."""
+    return {w["name"]: w["id"] for w in daemon.status()["workers"] if w["name"].startswith("vm0/")}
+
+
+def test_workers_are_made_and_freed_as_load_needs_them(rig):
+    daemon = sized(rig, "auto")
+    events = Events(daemon)
+    r.require(list(pool(daemon)) == ["vm0/0"], f"one worker at first: {pool(daemon)}")
+    r.require(balancing(daemon)["mode"] == "auto", "workers=auto has queues follow load")
+    with load(daemon, 0):
+        made = events.wait("WORKERS_BALANCED")
+        r.require((made["workers"], made["outcome"]) == (2, "done"), f"event: {made}")
+        r.require("no time left" in made["reason"] and made["worker"] in pool(daemon).values(), f"event: {made}")
+        shown = daemon.cli("balance").stdout
+        r.require("2 workers, " in shown or "1 worker, " in shown, shown)
+    r.wait_for("the workers are freed", lambda: list(pool(daemon)) == ["vm0/0"], timeout_s=60, every_s=0.2)
+    r.require(balancing(daemon)["resized"]["workers"] == 1, f"balancing: {balancing(daemon)}")
+    r.require('workers = "auto"' in daemon.cli("config", "show").stdout, daemon.cli("config", "show").stdout)
+    daemon.cli("export", "remove", "vm0")
+    r.require(pool(daemon) == {}, f"left: {pool(daemon)}")
+
+
+def test_a_removed_export_leaves_no_worker(rig):
+    """Exports with load are removed while workers are made."""
+    daemon = sized(rig, "gone")
+    for _ in range(3):
+        with contextlib.suppress(r.Failed), load(daemon, 0):
+            r.wait_for("a second worker", lambda: len(pool(daemon)) > 1, every_s=0.05)
+            daemon.cli("export", "remove", "vm0", "--force", check=False)
+        r.wait_for("no export", lambda: not daemon.status()["exports"])
+        r.require(pool(daemon) == {}, f"left: {pool(daemon)}")
+        daemon.cli("export", "add", f"type=vhost-user-blk,name=vm0,disk=d0,socket={rig.dir}/gone0.sock,queues=4,workers=auto")
+
+
+def test_a_dry_run_makes_no_worker(rig):
+    daemon = sized(rig, "told", keys=",balance=dry-run")
+    events = Events(daemon)
+    with load(daemon, 0):
+        told = events.wait("WORKERS_BALANCED")
+        r.require((told["workers"], told["worker"], told["outcome"]) == (2, None, "dry-run"), f"event: {told}")
+        r.require(list(pool(daemon)) == ["vm0/0"], f"a dry run has made a worker: {pool(daemon)}")
+        r.require("not done" in daemon.cli("status").stdout, daemon.cli("status").stdout)
+
+
+def test_workers_auto_is_refused_where_nothing_follows_load(rig):
+    daemon = served(rig, "refused", exports=1)
+    socket_of = f"socket={rig.dir}/y.sock"
+    for export, word in (
+        (f"type=vhost-user-blk,name=y,disk=d0,{socket_of},workers=auto,balance=off", "balance=off"),
+        (f"type=vhost-user-blk,name=y,disk=d0,{socket_of},workers=auto,engine=kernel", "engine=kernel"),
+        (f"type=fuse,name=y,disk=d0,mountpoint={rig.dir}/y,workers=auto", "per-queue"),
+        (f"type=vhost-user-blk,name=y,disk=d0,{socket_of},workers=automatic", "auto or a number"),
+    ):
+        r.message_of(daemon.cli("export", "add", export, check=False), word)

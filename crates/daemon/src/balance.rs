@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use vshunt_types::error::Result;
-use vshunt_types::spec::{BalanceDecision, BalanceInfo, BalanceMode, BalanceOutcome};
+use vshunt_types::spec::{BalanceDecision, BalanceInfo, BalanceMode, BalanceOutcome, ResizeDecision};
 use vshunt_types::sync::Locked;
 
 /// The settings and the record of decisions.
@@ -44,6 +44,7 @@ struct OfExport {
     moves: u64,
     decisions: u64,
     last: Option<(Instant, BalanceDecision)>,
+    resized: Option<(Instant, ResizeDecision)>,
 }
 
 impl State {
@@ -144,6 +145,13 @@ impl Balance {
         }
     }
 
+    /// Records a decision about the number of workers.
+    pub(crate) fn note_resize(&self, export: &str, decision: ResizeDecision) {
+        if let Some(of) = self.state().exports.get_mut(export) {
+            of.resized = Some((Instant::now(), decision));
+        }
+    }
+
     /// Returns the own mode of an export, and what there is to say about it.
     pub(crate) fn of(&self, export: &str) -> (Option<BalanceMode>, Option<BalanceInfo>) {
         let state = self.state();
@@ -153,14 +161,19 @@ impl Balance {
             .last
             .as_ref()
             .map(|(at, decision)| BalanceDecision { age_s: at.elapsed().as_secs(), ..decision.clone() });
+        let resized = of
+            .resized
+            .as_ref()
+            .map(|(at, decision)| ResizeDecision { age_s: at.elapsed().as_secs(), ..decision.clone() });
         let info = BalanceInfo {
             mode,
             moves: of.moves,
             decisions: of.decisions,
             attached: of.attached.iter().copied().collect(),
             last,
+            resized,
         };
-        (of.mode, (mode != BalanceMode::Off || of.decisions > 0).then_some(info))
+        (of.mode, (mode != BalanceMode::Off || of.decisions > 0 || of.resized.is_some()).then_some(info))
     }
 
     /// Ends the thread.

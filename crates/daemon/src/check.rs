@@ -133,6 +133,9 @@ impl Check for ExportSpec {
         if self.workers == Spread::Count(0) {
             return wrong("workers=0 would serve nothing; give 1 or more, or per-queue".to_owned());
         }
+        if self.workers == Spread::Auto {
+            check_workers_auto(self)?;
+        }
         if let Some(serial) = &self.serial
             && serial.len() > SERIAL_MAX
         {
@@ -145,6 +148,29 @@ impl Check for ExportSpec {
         }
         Settings { poll_us: self.poll_us, ..Settings::default() }.check()
     }
+}
+
+/// Checks an export whose number of workers follows load.
+fn check_workers_auto(spec: &ExportSpec) -> Result<()> {
+    let wrong = |why: &str| Err(Error::invalid(format!("export {}: {why}", spec.name)));
+    if spec.kind == ExportKind::Fuse {
+        return wrong(
+            "the channels of a mount share its requests, so workers=auto has nothing to go by; leave it out, or give \
+             per-queue, per-cpu or a number",
+        );
+    }
+    if spec.engine == Some(Engine::Kernel) {
+        return wrong(
+            "workers of the kernel engine do not follow load; leave out engine=kernel, or give workers=per-queue or a \
+             number",
+        );
+    }
+    if spec.balance == Some(BalanceMode::Off) {
+        return wrong(
+            "workers=auto moves queues to new workers; leave out balance=off, or give a number of workers",
+        );
+    }
+    Ok(())
 }
 
 /// Checks a switch, which has only a name.

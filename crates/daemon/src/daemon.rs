@@ -23,7 +23,8 @@ use vshunt_fuse::mount::{identity, remove_left_behind, uncover};
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{
-    DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
+    BalanceMode, DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
+    Workers as Spread,
 };
 
 pub use self::convert::ToConvert;
@@ -343,7 +344,8 @@ impl Daemon {
         let name = spec.name.clone();
         let observer = ExportObserver { name: name.clone(), daemon: self.this.clone() };
         // Before the first request can come.
-        let (limits, balance) = (spec.limits.clone(), spec.balance);
+        let balance = spec.balance.or((spec.workers == Spread::Auto).then_some(BalanceMode::Auto));
+        let limits = spec.limits.clone();
         let cell = Arc::<LimitCell>::default();
         let limited = limits.map_or(Ok(()), |limits| self.limits.set(&name, &cell, &limits));
         let made = limited
@@ -551,7 +553,7 @@ impl Daemon {
     /// Returns, for each export, the workers that were made for it. A worker that was freed since
     /// is listed, too.
     pub fn own_workers(&self) -> Vec<(String, Vec<WorkerId>)> {
-        self.shown().iter().map(|e| (e.spec.name.clone(), e.own_workers().to_vec())).collect()
+        self.shown().iter().map(|e| (e.spec.name.clone(), e.own_workers())).collect()
     }
 
     /// Attaches a queue to a worker while I/O runs. It stays there until `balance` is set again.

@@ -1,7 +1,7 @@
 //! Events of the daemon.
 
 use vshunt_engine::WorkerId;
-use vshunt_types::spec::{BalanceOutcome, JobInfo, JobStatus};
+use vshunt_types::spec::{BalanceOutcome, JobInfo, JobStatus, ResizeDecision};
 
 /// An event. Listeners are called on the thread where it happens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,6 +44,13 @@ pub enum Event {
         outcome: BalanceOutcome,
         /// Why it should be there.
         reason: String,
+    },
+    /// It was decided that an export should have another number of workers.
+    WorkersBalanced {
+        /// The export.
+        export: String,
+        /// What was decided and done.
+        decision: ResizeDecision,
     },
     /// A guest violated the rules of a ring. The queue is stopped until the guest resets it.
     QueueBroken {

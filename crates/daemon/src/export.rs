@@ -8,16 +8,19 @@ mod queues;
 mod served;
 mod start;
 
+use std::collections::BTreeSet;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, OnceLock, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, OnceLock, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use vshunt_block::Disk;
 use vshunt_engine::Observer;
-use vshunt_engine::{DRAIN_LIMIT, LimitCell, QueueStats, State, WorkerId, Workers};
+use vshunt_engine::{DRAIN_LIMIT, LimitCell, QueueStats, Settings, State, WorkerId, Workers};
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{Engine, ExportInfo, ExportKind, ExportSpec, LatencyInfo, LatencyMode, QueueInfo};
-use vshunt_types::sync::LockedShared;
+use vshunt_types::spec::{
+    Engine, ExportInfo, ExportKind, ExportSpec, LatencyInfo, LatencyMode, QueueInfo, Workers as Spread,
+};
+use vshunt_types::sync::{Locked, LockedShared};
 
 pub(crate) use self::prepared::Backend;
 use self::prepared::{Prepared, check_block_size};
@@ -34,8 +37,8 @@ pub(super) struct Export {
     /// end of a drain. Locked for writing once, after the front end was stopped. No drain can last
     /// any longer then.
     served: RwLock<Option<Served>>,
-    /// Workers that were made for the export, and are freed with it.
-    own_workers: Vec<WorkerId>,
+    /// Workers that were made for the export, and are freed with it. Locked for a copy or a change.
+    own_workers: Mutex<Vec<WorkerId>>,
     workers: Arc<Workers>,
     since: Instant,
     /// The limits, which its queues read.
@@ -81,6 +84,7 @@ impl Export {
             Ok(served) => {
                 let served = RwLock::new(Some(served));
                 let (workers, since, moved) = (workers.clone(), Instant::now(), OnceLock::new());
+                let own_workers = Mutex::new(own_workers);
                 Ok(Self { spec, readonly, served, own_workers, workers, since, limits, moved })
             }
             Err(e) => {
@@ -91,8 +95,49 @@ impl Export {
     }
 
     /// Returns the workers that were made for it, in the order in which its queues got them.
-    pub(super) fn own_workers(&self) -> &[WorkerId] {
-        &self.own_workers
+    pub(super) fn own_workers(&self) -> Vec<WorkerId> {
+        self.own_workers.locked().clone()
+    }
+
+    /// Returns whether its number of workers follows load.
+    pub(super) fn sizes_itself(&self) -> bool {
+        self.spec.workers == Spread::Auto
+    }
+
+    /// Makes one more worker for it.
+    ///
+    /// # Errors
+    /// It is being removed, or no worker can be made.
+    pub(super) fn one_more_worker(&self) -> Result<WorkerId> {
+        // Held until the worker is in the list, which the removal reads after this.
+        let served = self.served();
+        if served.is_none() {
+            return Err(removing(&self.spec.name));
+        }
+        let states = self.workers.states();
+        let names: BTreeSet<_> = states.iter().map(|w| w.name.as_str()).collect();
+        let mut free =
+            (1..).map(|i| format!("{}/{i}", self.spec.name)).filter(|n| !names.contains(n.as_str()));
+        let settings = Settings { poll_us: self.spec.poll_us, ..Settings::default() };
+        let id = self.workers.create(free.next(), &settings)?;
+        self.own_workers.locked().push(id);
+        Ok(id)
+    }
+
+    /// Frees a worker that was made for it.
+    ///
+    /// # Errors
+    /// The worker has a queue.
+    pub(super) fn one_less_worker(&self, id: WorkerId) -> Result<()> {
+        // The thread of the worker is waited for without the lock.
+        self.own_workers.locked().retain(|other| *other != id);
+        self.workers.free(id).inspect_err(|_| {
+            let served = self.served();
+            match served.is_some() {
+                true => self.own_workers.locked().push(id),
+                false => self.workers.end_these(&[id]),
+            }
+        })
     }
 
     fn served(&self) -> RwLockReadGuard<'_, Option<Served>> {
@@ -350,7 +395,7 @@ impl Export {
         }
         let served = self.served.write_locked().take();
         drop(served);
-        self.workers.end_these(&self.own_workers);
+        self.workers.end_these(&self.own_workers());
     }
 }
 

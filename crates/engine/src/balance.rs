@@ -11,9 +11,11 @@
 //! | 2. the moves that are worth their cost | `plan` |
 //! | 3. a plan is carried out when it has been the same for a while | `patience` |
 //! | 4. what the moves gave; those that gave nothing are undone | `judge` |
+//! | 5. how many workers an export has, with `workers=auto` | `size` |
 
 mod learn;
 mod plan;
+mod size;
 #[cfg(test)]
 mod tests;
 
@@ -22,6 +24,8 @@ use std::fmt;
 
 use super::WorkerId;
 use learn::Learnt;
+use size::Size;
+pub use size::{Pool, Resize};
 
 /// Time between two moves of one queue, ns.
 pub const MOVE_EVERY_NS: u64 = 1_000_000_000;
@@ -136,6 +140,13 @@ pub enum Reason {
         /// The share that the queue seems to need.
         load: f64,
     },
+    /// Its worker is to end, because the others have room for its queues.
+    Fewer {
+        /// Share for which the other worker will be busy.
+        to_busy: f64,
+        /// The share that the queue needs.
+        load: f64,
+    },
     /// An earlier move did not pay.
     Undo {
         /// Work done per second after the move, as a part of that before it.
@@ -166,6 +177,14 @@ impl fmt::Display for Decision {
                 percent(to_busy),
                 percent(load)
             ),
+            Reason::Fewer { to_busy, load } => write!(
+                f,
+                "worker {} is not needed: the queue needs {} %, and worker {} will be {} % busy",
+                self.from,
+                percent(load),
+                self.to,
+                percent(to_busy)
+            ),
             Reason::Undo { rate } => {
                 write!(f, "the move from worker {} gave {} % of the work before it", self.to, percent(rate))
             }
@@ -189,6 +208,8 @@ struct Trial {
     workers: BTreeSet<WorkerId>,
     /// Samples since the moves.
     samples: u32,
+    /// The moves make a worker idle: they have to harm nobody, and nobody gains by them.
+    fewer: bool,
     /// The costs of requests and their rates before the moves.
     costs_before: BTreeMap<QueueName, f64>,
     /// The load of the busiest place that the moves touch, before them.
@@ -229,6 +250,8 @@ pub struct Balancer {
     streak: u32,
     patience: u32,
     trial: Option<Trial>,
+    /// The exports with `workers=auto`.
+    sizes: BTreeMap<String, Size>,
 }
 
 impl Default for Balancer {
@@ -241,6 +264,7 @@ impl Default for Balancer {
             streak: 0,
             patience: PATIENCE,
             trial: None,
+            sizes: BTreeMap::new(),
         }
     }
 }
@@ -272,6 +296,7 @@ impl Balancer {
         self.previous = None;
         self.streak = 0;
         self.trial = None;
+        self.sizes.values_mut().for_each(Size::pause);
     }
 
     fn decide(&mut self, sample: &Sample) -> Vec<Decision> {
@@ -306,6 +331,7 @@ impl Balancer {
             moved: Vec::new(),
             workers,
             samples: 0,
+            fewer: decisions.iter().all(|d| matches!(d.reason, Reason::Fewer { .. })),
             costs_before: of_all(|queue| queue.cost_ns),
             rates_before: of_all(|queue| queue.rate),
             hottest_before: places.unwrap_or(0.0),
@@ -362,11 +388,15 @@ impl Balancer {
         let rate = trial.work_rate(&self.queues);
         let hottest = trial.hottest / f64::from(JUDGE);
         let relieved = trial.hottest_before - hottest > 0.05;
-        if rate >= BETTER || relieved {
-            self.patience = PATIENCE;
-            return Vec::new();
+        match trial.fewer {
+            true if rate >= WORSE => return Vec::new(),
+            true => {}
+            false if rate >= BETTER || relieved => {
+                self.patience = PATIENCE;
+                return Vec::new();
+            }
+            false => self.patience = (self.patience * 2).min(PATIENCE_MAX),
         }
-        self.patience = (self.patience * 2).min(PATIENCE_MAX);
         let undo = rate < WORSE && trial.moved.iter().all(|moved| !moved.undoes);
         let mut decisions = Vec::new();
         for Moved { queue, from, .. } in trial.moved {

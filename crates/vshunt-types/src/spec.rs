@@ -17,7 +17,7 @@ mod net;
 mod port;
 
 pub use access::{SocketAccess, SocketMode};
-pub use balance::{BalanceDecision, BalanceInfo, BalanceMode, BalanceOutcome};
+pub use balance::{BalanceDecision, BalanceInfo, BalanceMode, BalanceOutcome, ResizeDecision, ResizeOutcome};
 pub use drops::{DROP_REASONS, DropReason, NetDrops};
 pub use job::{BackupSpec, BitmapInfo, BitmapSpec, JobInfo, JobKind, JobStatus};
 pub use latency::{LatencyFigures, LatencyInfo, LatencyMode};
@@ -132,6 +132,8 @@ pub enum Workers {
     PerQueue,
     /// A new worker for each queue, pinned to one CPU: CPU 0 for queue 0, and so on in turn.
     PerCpu,
+    /// One new worker, and more while they pay: at most one for each CPU.
+    Auto,
     /// This number of new workers; the queues are distributed in turn.
     #[serde(untagged)]
     Count(u32),
@@ -261,9 +263,11 @@ pub struct ExportSpec {
     /// `workers=per-cpu`, with the kernel engine, and for all other exports.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
-    /// The workers that the export starts with: `default`, `per-queue`, `per-cpu` or a number. With
-    /// `per-cpu` a worker does not poll unless `poll-us` is given. `per-queue` makes one for each
-    /// CPU if `queues` is absent and 256 virtqueues are offered.
+    /// The workers that the export starts with: `default`, `per-queue`, `per-cpu`, `auto` or a
+    /// number. With `per-cpu` a worker does not poll unless `poll-us` is given. `per-queue` makes
+    /// one for each CPU if `queues` is absent and 256 virtqueues are offered. `auto` starts with
+    /// one worker, makes more while they pay, at most one for each CPU, and ends those that are
+    /// not needed; `balance` is `auto` then.
     #[serde(default)]
     pub workers: Workers,
     /// vhost-user-blk: whether writes of the guest are refused. They are always refused for a

@@ -36,7 +36,7 @@ const SIZE_KEYS: [&str; 8] =
 const PATH_KEYS: [&str; 4] = ["file", "socket", "mountpoint", "netns"];
 
 /// The error for a wrong value of `workers`.
-pub(crate) const WORKERS: &str = "wants default, per-queue, per-cpu or a number";
+pub(crate) const WORKERS: &str = "wants default, per-queue, per-cpu, auto or a number";
 
 /// The highest CPU number in a list. It limits the memory for a list like `0-99999999` (Linux:
 /// NR_CPUS is at most 8192).

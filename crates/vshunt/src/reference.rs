@@ -50,6 +50,7 @@ const OBJECTS: &[&str] = &[
     "LimitsSpec",
     "BalanceInfo",
     "BalanceDecision",
+    "ResizeDecision",
     "MountInfo",
     "PortInfo",
     "QueueInfo",

@@ -3,6 +3,8 @@
 //! It runs while an export wants it, and takes samples while requests come. It reads counters, and
 //! moves queues by the same attach as commands. The data path takes no lock for it.
 
+mod size;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -23,6 +25,8 @@ const EVERY: Duration = Duration::from_millis(100);
 const IDLE: Duration = Duration::from_secs(1);
 /// Samples without a request after which the thread rests.
 const IDLE_SAMPLES: u32 = 10;
+/// Looks without a request after which workers that are not needed end.
+const REST: u32 = IDLE_SAMPLES + 5;
 /// How long a move waits for requests in flight. The queue takes nothing new meanwhile.
 const MOVE_LIMIT: Duration = Duration::from_millis(200);
 
@@ -138,19 +142,26 @@ impl Daemon {
         if state.quiet >= IDLE_SAMPLES {
             state.auto.pause();
             state.dry_run.pause();
+            if state.quiet == REST {
+                self.resize_at_rest(state, &exports);
+            }
             return IDLE;
         }
         let pools = self.pools(&exports);
         let sample = |mode| self.sample(&exports, &pools, mode, state.now_ns());
         let (auto, dry_run) = (sample(BalanceMode::Auto), sample(BalanceMode::DryRun));
         let decisions = state.auto.observe(auto);
-        state.auto.begin(&decisions);
-        for decision in decisions {
-            self.carry_out(state, &decision);
-        }
         for decision in state.dry_run.observe(dry_run) {
             state.dry_run.told(&decision, state.now_ns());
             self.note(&decision, BalanceOutcome::DryRun, decision.to_string());
+        }
+        if decisions.is_empty() {
+            self.resize(state, &exports, &pools);
+            return EVERY;
+        }
+        state.auto.begin(&decisions);
+        for decision in decisions {
+            self.carry_out(state, &decision);
         }
         EVERY
     }
@@ -159,10 +170,10 @@ impl Daemon {
     /// or else worker 0 and those that belong to no export and no job.
     fn pools(&self, exports: &[Arc<Export>]) -> BTreeMap<String, Vec<WorkerId>> {
         let mut taken: BTreeSet<WorkerId> =
-            self.shown().iter().flat_map(|export| export.own_workers().to_vec()).collect();
+            self.shown().iter().flat_map(|export| export.own_workers()).collect();
         taken.extend(self.job_queues().iter().map(|queue| queue.worker).filter(|id| *id != 0));
         let all = self.workers.user_ids();
-        let pool = |export: &Arc<Export>| match export.own_workers() {
+        let pool = |export: &Arc<Export>| match &export.own_workers()[..] {
             [] => all.iter().copied().filter(|id| !taken.contains(id)).collect(),
             own => all.iter().copied().filter(|id| own.contains(id)).collect(),
         };

@@ -253,7 +253,8 @@ const ATTACH_TIMEOUT: Duration = Duration::from_secs(1);
 fn spread_kernel(spec: &ExportSpec, set: &KernelQueues) -> Result<()> {
     let queues = set.len();
     let count = match spec.workers {
-        Spread::Default => return Ok(()),
+        // The kernel's workers do not follow load.
+        Spread::Default | Spread::Auto => return Ok(()),
         Spread::PerQueue | Spread::PerCpu => u32::from(queues),
         Spread::Count(n) => n,
     };
@@ -282,6 +283,7 @@ fn first_workers(
 ) -> Result<Vec<WorkerId>> {
     let count = match spec.workers {
         Spread::Default => return Ok(vec![FIRST_WORKER; queues.into()]),
+        Spread::Auto => 1,
         Spread::PerQueue | Spread::PerCpu => u32::from(queues),
         Spread::Count(n) => n,
     };

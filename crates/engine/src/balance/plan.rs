@@ -11,9 +11,9 @@ use super::learn::Learnt;
 use super::{AHEAD_NS, Balancer, Decision, QueueName, QueueSample, Reason, Sample, WorkerId, WorkerSample};
 
 /// The least share for which a worker is busy before a queue leaves it.
-const HOT: f64 = 0.5;
+pub(super) const HOT: f64 = 0.5;
 /// The share from which on a worker has no time left.
-const FULL: f64 = 0.95;
+pub(super) const FULL: f64 = 0.95;
 /// How certain it is that the other queues of a full worker have more to do.
 const MORE_TO_DO: f64 = 0.5;
 /// The least gain of all moves of a plan in the next second, ns.
@@ -24,21 +24,21 @@ const PAYS: f64 = 2.0;
 const MOVES_MAX: usize = 32;
 /// The share for which a worker runs above which it has no room for a queue whose need is not
 /// known.
-const ROOM: f64 = 0.85;
+pub(super) const ROOM: f64 = 0.85;
 /// The part of its worker's load from which on a queue is alone there.
 const ALONE: f64 = 0.995;
 /// The least share of a queue that is worth a move.
-const LOAD_LEAST: f64 = 1e-4;
+pub(super) const LOAD_LEAST: f64 = 1e-4;
 
 /// What can be used by one thread at a time: a worker, or a CPU that workers are pinned to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Place {
+pub(super) enum Place {
     Worker(WorkerId),
     Cpu(usize),
 }
 
 impl Place {
-    fn of(worker: &WorkerSample) -> Self {
+    pub(super) fn of(worker: &WorkerSample) -> Self {
         match worker.cpus[..] {
             [cpu] => Self::Cpu(cpu),
             _ => Self::Worker(worker.id),
@@ -48,7 +48,7 @@ impl Place {
 
 impl Balancer {
     /// Returns the share for which each place is busy, with given loads of queues.
-    fn places(&self, sample: &Sample, load: impl Fn(&Learnt) -> f64) -> BTreeMap<Place, f64> {
+    pub(super) fn places(&self, sample: &Sample, load: impl Fn(&Learnt) -> f64) -> BTreeMap<Place, f64> {
         let mut places = BTreeMap::new();
         for worker in &sample.workers {
             let of_queues = self.queues.values().filter(|q| q.worker == worker.id).map(&load);
@@ -71,7 +71,7 @@ impl Balancer {
     }
 
     /// Returns the share of the time for which the workers of each place ran.
-    fn ran_of_places(&self, sample: &Sample) -> BTreeMap<Place, f64> {
+    pub(super) fn ran_of_places(&self, sample: &Sample) -> BTreeMap<Place, f64> {
         let mut ran = BTreeMap::new();
         for worker in &sample.workers {
             *ran.entry(Place::of(worker)).or_insert(0.0) += self.ran.get(&worker.id).copied().unwrap_or(0.0);

@@ -6,7 +6,7 @@
 mod simulator;
 
 use super::*;
-use simulator::{Kind, Load, Run, load, run};
+use simulator::{Kind, Load, Run, With, load, run, run_with};
 
 /// Random loads of each test.
 const LOADS: u64 = 1000;
@@ -143,4 +143,63 @@ fn what_was_told_is_not_told_again_at_once() {
     let load = Load::steady(vec![vec![0, 1], vec![0, 1]], 2, &[(0, 0.6), (0, 0.6)]);
     let told = simulator::dry_run(&load);
     assert!((1..=6).contains(&told.len()), "{told:?}");
+}
+
+/// One worker at first. Another when that has no time left for its queues, and not before.
+#[test]
+fn workers_are_made_while_they_pay() {
+    for (wants, most) in [
+        (vec![2.0, 2.0, 2.0, 2.0], 4),
+        (vec![0.7, 0.7, 0.0, 0.0], 2),
+        (vec![2.0, 0.0, 0.0, 0.0], 1),
+        (vec![0.2, 0.2, 0.2, 0.2], 1),
+        (vec![2.0, 2.0, 0.1, 0.1], 3),
+    ] {
+        let queues: Vec<_> = wants.iter().map(|wants| (0, *wants)).collect();
+        let auto = run_with(&Load::steady(vec![vec![0, 1, 2, 3]; 4], 4, &queues), With::Auto);
+        assert_eq!(auto.workers.last(), Some(&most), "{wants:?}: {:?} {:?}", auto.resized, auto.moves);
+        assert!(
+            auto.resized.iter().all(|(_, r)| matches!(r, Resize::More { .. })),
+            "{wants:?}: {:?}",
+            auto.resized
+        );
+    }
+}
+
+/// A worker for which no CPU has time ends, and the next one is made much later.
+#[test]
+fn workers_that_do_not_pay_end_and_are_made_less_and_less_often() {
+    let mut load = Load::steady(vec![vec![0]; 4], 1, &[(0, 2.0), (0, 2.0), (0, 2.0), (0, 2.0)]);
+    load.change(0.0, 2.0, 60.0);
+    let auto = run_with(&load, With::Auto);
+    let made: Vec<f64> =
+        auto.resized.iter().filter(|(_, r)| matches!(r, Resize::More { .. })).map(|(at, _)| *at).collect();
+    let waits: Vec<f64> = made.windows(2).map(|two| two[1] - two[0]).collect();
+    assert!(auto.workers.iter().all(|n| *n <= 2), "{:?}", auto.resized);
+    assert!(waits.len() <= 4 && waits.windows(2).all(|two| two[1] > two[0] + 3.0), "{:?}", auto.resized);
+}
+
+#[test]
+fn workers_end_when_load_does() {
+    let mut load = Load::steady(vec![vec![0, 1, 2, 3]; 4], 4, &[(0, 2.0), (0, 2.0), (0, 2.0), (0, 2.0)]);
+    load.change(15.0, 0.05, 60.0);
+    let auto = run_with(&load, With::Auto);
+    let at = |second: f64| auto.workers[(second / simulator::TICK) as usize];
+    assert_eq!((at(14.0), auto.workers.last()), (4, Some(&1)), "{:?} {:?}", auto.resized, auto.moves);
+}
+
+/// Compared with as many workers as CPUs, among which queues move. Few workers are made that do not
+/// pay.
+#[test]
+fn as_many_workers_as_pay_serve_nearly_as_well_as_one_for_each_cpu() {
+    let figures = figures(&[Kind::Steady], 30.0, |load| {
+        let load = &load.clone().floating();
+        let auto = run_with(load, With::Auto);
+        show(&auto);
+        check_moves(&auto.moves);
+        let made = auto.resized.iter().filter(|(_, resize)| matches!(resize, Resize::More { .. })).count();
+        assert!(made <= auto.workers.last().unwrap_or(&0) + 2, "{:?}", auto.resized);
+        (auto.work(10.0), run(load, true).work(10.0))
+    });
+    check(&figures, 0.95, 20, 0.88);
 }

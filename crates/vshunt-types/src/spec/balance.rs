@@ -56,6 +56,29 @@ impl BalanceOutcome {
     }
 }
 
+/// What was done about a decision on the number of workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ResizeOutcome {
+    /// A worker was made or freed.
+    Done,
+    /// No worker could be made, or it could not be freed.
+    Failed,
+    /// Nothing, because the mode is `dry-run`.
+    DryRun,
+}
+
+impl ResizeOutcome {
+    /// Returns the name of the outcome.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Done => "done",
+            Self::Failed => "failed",
+            Self::DryRun => "dry-run",
+        }
+    }
+}
+
 /// A decision about a queue.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -68,6 +91,23 @@ pub struct BalanceDecision {
     pub worker: u32,
     /// What was done: `moved`, `failed` or `dry-run`.
     pub outcome: BalanceOutcome,
+    /// Why.
+    pub reason: String,
+    /// How long ago, in seconds.
+    pub age_s: u64,
+}
+
+/// A decision about the number of workers of an export with `workers=auto`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct ResizeDecision {
+    /// The number of workers that there should be.
+    pub workers: u32,
+    /// The id of the worker that was made or freed. Absent: none was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub worker: Option<u32>,
+    /// What was done: `done`, `failed` or `dry-run`.
+    pub outcome: ResizeOutcome,
     /// Why.
     pub reason: String,
     /// How long ago, in seconds.
@@ -90,4 +130,7 @@ pub struct BalanceInfo {
     /// The last decision.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last: Option<BalanceDecision>,
+    /// With `workers=auto`: the last decision about the number of workers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resized: Option<ResizeDecision>,
 }

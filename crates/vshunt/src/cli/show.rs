@@ -10,7 +10,7 @@ use vshunt_sandbox::{Mode, SandboxInfo};
 use vshunt_types::spec::{
     AddressOrigin, BalanceDecision, BalanceOutcome, BitmapInfo, Burst, Cache, DiskInfo, Engine, ExportInfo,
     ExportKind, Format, JobInfo, JobKind, JobStatus, MountInfo, NetAddress, NetCounters, NetInfo, NetKind,
-    PortState, Transport, WorkerInfo, WorkerKind, cpu_list,
+    PortState, ResizeDecision, ResizeOutcome, Transport, WorkerInfo, WorkerKind, cpu_list,
 };
 
 pub(crate) use self::idle::ranges;
@@ -295,12 +295,24 @@ pub(crate) fn balance(exports: &[ExportInfo]) -> Option<String> {
                 let BalanceDecision { index, from, worker, age_s, reason, .. } = last;
                 format!("queue {index} from worker {from} to {worker}{what}, {age_s} s ago: {reason}")
             });
+            let resized = balancing.resized.as_ref().map(|resized| {
+                let what = match resized.outcome {
+                    ResizeOutcome::Done => "",
+                    ResizeOutcome::Failed => ", failed",
+                    ResizeOutcome::DryRun => ", not done",
+                };
+                let ResizeDecision { workers, age_s, reason, .. } = resized;
+                format!(
+                    "{workers} worker{}{what}, {age_s} s ago: {reason}",
+                    if *workers == 1 { "" } else { "s" }
+                )
+            });
             Some([
                 e.spec.name.clone(),
                 balancing.mode.to_string(),
                 balancing.moves.to_string(),
                 or_dash(cpu_list(&stay)),
-                or_dash(last.unwrap_or_default()),
+                or_dash(last.into_iter().chain(resized).collect::<Vec<_>>().join("; ")),
             ])
         })
         .collect();

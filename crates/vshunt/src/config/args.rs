@@ -106,7 +106,8 @@ Keys of --export, all types:
   type              one of the types below
   name              Default: the disk's or network's name
   workers           default: worker 0; per-queue; per-cpu: each worker has one
-                    CPU, and does not poll unless poll-us is given; or a number
+                    CPU, and does not poll unless poll-us is given; a number; or
+                    auto: one at first, and as many as pay (not for mounts)
   poll-us           limit of adaptive polling of these workers
 
 Keys of --export with type=vhost-user-blk, vhost-user-net or uplink:

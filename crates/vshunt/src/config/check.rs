@@ -232,6 +232,7 @@ fn is_own(exports: &BTreeMap<&str, &ExportSpec>, name: &str) -> bool {
     let Ok(index) = index.parse::<u32>() else { return false };
     match export.workers {
         Workers::Default => false,
+        Workers::Auto => index == 0,
         Workers::Count(n) => index < n,
         Workers::PerQueue | Workers::PerCpu => export.queues.is_none_or(|n| index < u32::from(n)),
     }

@@ -104,7 +104,7 @@ fn what_is_wrong_is_named() {
     }
     let base = "type=vhost-user-blk,name=a,disk=d";
     let why = export(&format!("{base},workers=many")).unwrap_err();
-    assert_eq!(why, "key `workers`: wants default, per-queue, per-cpu or a number");
+    assert_eq!(why, "key `workers`: wants default, per-queue, per-cpu, auto or a number");
     assert!(export(&format!("{base},queues=1K")).unwrap_err().contains("is not a number"));
     assert!(export(&format!("{base},queues=70000")).unwrap_err().contains("key `queues`"));
     assert!(export("name=a,disk=d").unwrap_err().contains("key `type` is missing"));

@@ -22,6 +22,11 @@ fn name_and_data(event: &Event) -> (&'static str, Value) {
             json!({ "export": export, "index": index, "from": from, "worker": worker, "outcome": outcome.name(),
                 "reason": reason }),
         ),
+        Event::WorkersBalanced { export, decision } => (
+            "WORKERS_BALANCED",
+            json!({ "export": export, "workers": decision.workers, "worker": decision.worker,
+                "outcome": decision.outcome.name(), "reason": decision.reason }),
+        ),
         Event::QueueBroken { export, index, reason } => {
             ("QUEUE_BROKEN", json!({ "export": export, "index": index, "reason": reason }))
         }
@@ -126,6 +131,13 @@ pub(crate) const EVENTS: &[Described] = &[
         "The daemon ends (QEMU). `reason`: `host-signal`, `host-qmp-quit`, or `guest-shutdown` for `--fd` of a back-end \
          program whose peer has left.",
     ),
+    described(
+        "WORKERS_BALANCED",
+        &["export", "workers", "worker", "outcome", "reason"],
+        "It was decided that an export with `workers=auto` should have so many workers. `worker`: the one that was made \
+         or freed, or null. `outcome`: `done`, `failed` or `dry-run`. See [workers that follow \
+         load](../guide/workers.md).",
+    ),
     described("WORKER_CREATED", &["id"], "A worker was made."),
     described("WORKER_FREED", &["id"], "A worker was freed."),
 ];
@@ -156,6 +168,16 @@ mod tests {
                 worker: 1,
                 outcome: vshunt_types::spec::BalanceOutcome::Moved,
                 reason: name(),
+            },
+            Event::WorkersBalanced {
+                export: name(),
+                decision: vshunt_types::spec::ResizeDecision {
+                    workers: 2,
+                    worker: Some(1),
+                    outcome: vshunt_types::spec::ResizeOutcome::Done,
+                    reason: name(),
+                    age_s: 0,
+                },
             },
             Event::QueueBroken { export: name(), index: 0, reason: name() },
             Event::WorkerNew { id: 1 },

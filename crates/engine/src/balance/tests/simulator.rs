@@ -4,7 +4,7 @@
 use super::super::*;
 
 /// Length of a tick, s.
-const TICK: f64 = 0.02;
+pub(super) const TICK: f64 = 0.02;
 /// Ticks between two samples.
 const SAMPLE: usize = 5;
 
@@ -66,6 +66,19 @@ impl Load {
         Self { seed: 1, seconds: 15.0, workers, cpus, queues, noise: 0.02 }
     }
 
+    /// Has all queues want the same from a time on, until the end.
+    pub(super) fn change(&mut self, at: f64, wants: f64, seconds: f64) {
+        self.seconds = seconds;
+        self.queues.iter_mut().for_each(|queue| queue.demand.push((at, wants)));
+    }
+
+    /// Gives each worker a CPU, and lets it run on all.
+    pub(super) fn floating(mut self) -> Self {
+        self.cpus = self.workers.len();
+        self.workers.fill((0..self.cpus).collect());
+        self
+    }
+
     /// Has a queue stay.
     pub(super) fn pin(&mut self, queue: usize) {
         self.queues[queue].pinned = true;
@@ -74,6 +87,10 @@ impl Load {
 
 pub(super) struct Run {
     pub(super) moves: Vec<(f64, Decision)>,
+    /// How the number of workers changed.
+    pub(super) resized: Vec<(f64, Resize)>,
+    /// The number of workers in each tick.
+    pub(super) workers: Vec<usize>,
     /// Work done in each tick, in shares of one worker.
     done: Vec<f64>,
 }
@@ -217,17 +234,71 @@ fn serve(load: &Load, workers: &[usize], wants: &[f64]) -> (Vec<f64>, Vec<bool>)
     (got, more)
 }
 
+/// How queues get workers.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum With {
+    /// All are there, and queues stay where they start.
+    Fixed,
+    /// All are there, and queues move.
+    Balance,
+    /// `workers=auto`: one is there, and all queues are on it.
+    Auto,
+}
+
 /// Runs a load, with the queues where they start, or balanced.
 pub(super) fn run(load: &Load, balance: bool) -> Run {
+    run_with(load, if balance { With::Balance } else { With::Fixed })
+}
+
+fn gather(balancer: &mut Balancer, there: &BTreeSet<usize>) -> Vec<Decision> {
+    balancer.gather(&pool(there, 0))
+}
+
+fn pool(there: &BTreeSet<usize>, most: usize) -> Pool {
+    let workers: Vec<WorkerId> = there.iter().map(|id| *id as WorkerId).collect();
+    Pool { export: "vm".to_owned(), may_end: workers.iter().copied().collect(), workers, most }
+}
+
+/// Has the balancer change the number of workers.
+fn resize(
+    balancer: &mut Balancer,
+    there: &mut BTreeSet<usize>,
+    most: usize,
+    at: f64,
+    worker_of: &mut [usize],
+) -> Option<Resize> {
+    let (_, resize) = balancer.resize(&[pool(there, most)]).pop()?;
+    match resize {
+        Resize::More { .. } => {
+            let new = (0..most).find(|id| !there.contains(id)).expect("there is room");
+            there.insert(new);
+            balancer.made("vm", new as WorkerId, ns(at));
+        }
+        Resize::Less { idle } => {
+            there.remove(&(idle as usize));
+            worker_of.iter_mut().filter(|worker| **worker == idle as usize).for_each(|worker| *worker = 0);
+            balancer.ended("vm", idle, ns(at));
+        }
+    }
+    Some(resize)
+}
+
+/// Runs a load.
+pub(super) fn run_with(load: &Load, with: With) -> Run {
     let r = &mut Random::new(load.seed ^ 0x5555);
     let mut balancer = Balancer::default();
     let mut worker_of: Vec<usize> = load.queues.iter().map(|q| q.worker).collect();
+    let mut there: BTreeSet<usize> = (0..load.workers.len()).collect();
+    if with == With::Auto {
+        worker_of.fill(0);
+        there = BTreeSet::from([0]);
+    }
     let mut stalled_until = vec![0.0; load.queues.len()];
     let mut requests = vec![0.0; load.queues.len()];
     let mut busy = vec![0.0; load.workers.len()];
     let mut ran = vec![0.0; load.workers.len()];
     let (mut got, mut more, mut last, mut placed) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    let mut out = Run { moves: Vec::new(), done: Vec::new() };
+    let mut out = Run { moves: Vec::new(), resized: Vec::new(), workers: Vec::new(), done: Vec::new() };
     for tick in 0..(load.seconds / TICK) as usize {
         let at = tick as f64 * TICK;
         let served = |q: usize| (1.0 - (stalled_until[q] - at) / TICK).clamp(0.0, 1.0);
@@ -245,11 +316,22 @@ pub(super) fn run(load: &Load, balance: bool) -> Run {
         }
         busy.iter_mut().zip(&more).for_each(|(busy, more)| *busy += if *more { TICK } else { 0.0 });
         out.done.push(got.iter().sum());
-        if !balance || tick % SAMPLE != 0 {
+        out.workers.push(there.len());
+        if with == With::Fixed || tick % SAMPLE != 0 {
             continue;
         }
-        let sample = sample(load, at, &worker_of, &requests, &busy, &ran);
-        let decisions = balancer.observe(sample);
+        let sample = sample(load, at, &there, &worker_of, &requests, &busy, &ran);
+        let mut decisions = balancer.observe(sample);
+        if with == With::Auto && decisions.is_empty() {
+            decisions = gather(&mut balancer, &there);
+        }
+        if with == With::Auto && decisions.is_empty() {
+            let resized = resize(&mut balancer, &mut there, load.workers.len(), at, &mut worker_of);
+            out.resized.extend(resized.map(|resize| (at, resize)));
+            if resized.is_some() {
+                continue;
+            }
+        }
         balancer.begin(&decisions);
         let mut now = at + TICK;
         for decision in decisions {
@@ -269,8 +351,16 @@ fn ns(seconds: f64) -> u64 {
     (seconds * 1e9) as u64
 }
 
-fn sample(load: &Load, at: f64, worker_of: &[usize], requests: &[f64], busy: &[f64], ran: &[f64]) -> Sample {
-    let all: Vec<WorkerId> = (0..load.workers.len() as WorkerId).collect();
+fn sample(
+    load: &Load,
+    at: f64,
+    there: &BTreeSet<usize>,
+    worker_of: &[usize],
+    requests: &[f64],
+    busy: &[f64],
+    ran: &[f64],
+) -> Sample {
+    let all: Vec<WorkerId> = there.iter().map(|id| *id as WorkerId).collect();
     let worker = |(id, cpus): (usize, &Vec<usize>)| WorkerSample {
         id: id as WorkerId,
         cpus: cpus.clone(),
@@ -286,7 +376,7 @@ fn sample(load: &Load, at: f64, worker_of: &[usize], requests: &[f64], busy: &[f
     };
     Sample {
         now_ns: ns(at),
-        workers: load.workers.iter().enumerate().map(worker).collect(),
+        workers: load.workers.iter().enumerate().filter(|(id, _)| there.contains(id)).map(worker).collect(),
         queues: load.queues.iter().enumerate().map(queue).collect(),
     }
 }
@@ -304,7 +394,15 @@ pub(super) fn dry_run(load: &Load) -> Vec<Decision> {
         let busy_of =
             |worker| got.iter().zip(&worker_of).filter(move |(_, w)| **w == worker).map(|(got, _)| got * at);
         let busy: Vec<f64> = (0..load.workers.len()).map(|worker| busy_of(worker).sum()).collect();
-        let decisions = balancer.observe(sample(load, at, &worker_of, &requests, &busy, &busy));
+        let decisions = balancer.observe(sample(
+            load,
+            at,
+            &(0..load.workers.len()).collect(),
+            &worker_of,
+            &requests,
+            &busy,
+            &busy,
+        ));
         decisions.iter().for_each(|decision| balancer.told(decision, ns(at)));
         told.extend(decisions);
     }

@@ -73,7 +73,8 @@ Columns of balance, which are shown for exports whose queues follow load:
   MOVES     queues that were moved since the export was added
   STAY      queues that stay because they were attached by hand
   LAST      the last decision: the queue, its worker and the one that it should
-            be on, how long ago, and why
+            be on, how long ago, and why; with workers=auto also the last one
+            about the number of workers
 
 Columns of queues:
   WORKER     the worker that the queue is attached to

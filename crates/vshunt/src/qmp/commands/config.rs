@@ -306,6 +306,7 @@ fn usual(export: &ExportInfo, own: &[u32], index: u16) -> u32 {
     // A control queue, behind the queues that `queues` counts, starts on worker 0.
     let control = export.spec.queues.is_some_and(|n| usize::from(n) < queues && index >= n);
     match own.len() {
+        n if n > 0 && !control && export.spec.workers == Workers::Auto => own[0],
         n if n > 0 && !control && export.spec.workers != Workers::Default => own[usize::from(index) % n],
         _ => FIRST,
     }
@@ -317,6 +318,8 @@ struct Listed<'a> {
     all: Vec<WorkerInfo>,
     /// The ids of the workers that each export made, in order.
     own: Vec<(String, Vec<u32>)>,
+    /// The exports that make more workers than one while those pay. A file can name the first one.
+    auto: BTreeSet<String>,
     /// The workers that the file lists. After a start their ids are 1, 2 and so on.
     listed: Vec<(u32, WorkerSpec)>,
 }
@@ -325,7 +328,9 @@ impl<'a> Listed<'a> {
     fn new(daemon: &Daemon, startup: &'a Startup) -> Self {
         let (all, own) = (daemon.workers(), daemon.own_workers());
         let jobs: BTreeSet<String> = daemon.jobs().into_iter().map(|job| job.id).collect();
-        let mut out = Self { startup, all, own, listed: Vec::new() };
+        let auto = daemon.exports().into_iter().filter(|e| e.spec.workers == Workers::Auto);
+        let auto = auto.map(|e| e.spec.name).collect();
+        let mut out = Self { startup, all, own, auto, listed: Vec::new() };
         let made = |worker: &&WorkerInfo| {
             let of_export = out.own.iter().any(|(_, ids)| ids.contains(&worker.id));
             worker.id != FIRST
@@ -374,15 +379,20 @@ impl<'a> Listed<'a> {
             });
         }
         let of_export = |(name, ids): &(String, Vec<u32>)| {
-            ids.iter().position(|own| *own == id).map(|at| Value::String(format!("{name}/{at}")))
+            let at = ids.iter().position(|own| *own == id);
+            at.filter(|at| self.is_made_at_start(name, *at)).map(|at| Value::String(format!("{name}/{at}")))
         };
         self.own.iter().find_map(of_export)
+    }
+
+    fn is_made_at_start(&self, export: &str, at: usize) -> bool {
+        at == 0 || !self.auto.contains(export)
     }
 
     /// Adds what cannot be said about workers that exports made.
     fn comments(&self, page: &mut Page) {
         for (export, ids) in &self.own {
-            for (at, id) in ids.iter().enumerate() {
+            for (at, id) in ids.iter().enumerate().filter(|(at, _)| self.is_made_at_start(export, *at)) {
                 match self.all.iter().find(|worker| worker.id == *id) {
                     None => page.comment(&format!("Worker {export}/{at} was freed; it is made again.")),
                     Some(worker)
