@@ -30,10 +30,12 @@ OURS, NO_POLL, ONE, EACH = "vshunt", "vshunt poll-us=0", "vshunt one worker", "v
 
 @dataclass(frozen=True)
 class Contestant:
-    """argv(queues) is a server's; None: the load goes to the file itself. `many`: only where there are several queues."""
+    """argv(queues) is a server's; None: the load goes to the file itself. `many`: only where there are several queues. `fill`:
+    so many bytes are written before a run."""
     name: str
     argv: Callable[[int], list] | None
     many: bool = False
+    fill: int = 0
 
 
 def daemon(tools, blockdev, queues):
@@ -57,10 +59,11 @@ def vshunt(tools, disk, queues, workers="default", poll_us=None):
 
 
 def spdk_disks(b, **disks):
-    """A contestant for each disk: null=None, aio=FILE, uring=FILE. None of them without SPDK."""
+    """A contestant for each disk: null=None, malloc=None, aio=FILE, uring=FILE. None of them without SPDK."""
     if not b.tools.spdk:
         return []
-    return [Contestant(spdk.NAME if kind == "null" else f"{spdk.NAME} {kind}", lambda _, kind=kind, path=path: spdk.argv(b, kind, path))
+    return [Contestant(spdk.NAME if kind == "null" else f"{spdk.NAME} {kind}", lambda _, kind=kind, path=path: spdk.argv(b, kind, path),
+                       fill=spdk.MALLOC_BYTES if kind == "malloc" else 0)
             for kind, path in disks.items()]
 
 
@@ -147,6 +150,8 @@ class Bench:
                 if contestant.argv is None:
                     return client.load_file(job, path)
                 with self.server(contestant.name, contestant.argv(job.queues)) as server:
+                    if contestant.fill:
+                        client.fill(server, contestant.fill)
                     result = client.load_socket(job, server, lambda pid: self.autopsy(case, contestant, job, server, pid))
                     if died := server.died():
                         raise ClientError(died)
@@ -238,6 +243,25 @@ def null(b):
         targets.append(Target(str(job), NO_POLL, PEER, "cpu" if deep else "iops", 1, strict=True))
     b.loads("null", jobs, takers, PEER, targets)
     b.report.seed(seed.PEERS_NULL)
+
+
+def ram(b):
+    """The servers' own disks in memory: rings, and a copy."""
+    b.report.heading("ram", f"each server's own disk in memory, {spdk.MALLOC_BYTES >> 20} MiB, every block written beforehand; 4k; the "
+                            "base is vshunt with one worker")
+    disk = f"format=ram,size={spdk.MALLOC_BYTES}"
+    takers = [Contestant(ONE, lambda q: vshunt(b.tools, disk, q), fill=spdk.MALLOC_BYTES),
+              Contestant(NO_POLL, lambda q: vshunt(b.tools, disk, q, poll_us=0), fill=spdk.MALLOC_BYTES),
+              Contestant(EACH, lambda q: vshunt(b.tools, disk, q, "per-queue"), many=True, fill=spdk.MALLOC_BYTES),
+              *spdk_disks(b, malloc=None)]
+    jobs = list(b.jobs(READS_WRITES))
+    targets = []
+    if b.tools.spdk:
+        name = f"{spdk.NAME} malloc"
+        targets = [Target(str(job), ONE, name, "iops", spdk.FIRST_MIN if job.depth == 1 else spdk.MIN) for job in jobs]
+    else:
+        b.report.note("ram: no storage daemon has such a disk, and SPDK is not there (--spdk)")
+    b.loads("ram", jobs, takers, ONE, targets)
 
 
 def tmpfs(b):

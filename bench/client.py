@@ -84,6 +84,11 @@ class Client:
             result["cpu_us"] = (server.cpu_s() - before) * 1e6 / result["ios"]
         return result
 
+    def fill(self, server, size):
+        """Writes the first `size` bytes of a server's disk."""
+        self.bounded([self.tools.bench, "blk", "--socket", server.sock, "--rw", "write", "--bs", "128k", "--iodepth", "8", "--size", str(size),
+                      "--quiet"], self.cpus, lambda _: None)
+
     def load_file(self, job, path):
         """The host's own figure: fio with io_uring on the file itself, on every CPU that a server and its
         client have together."""

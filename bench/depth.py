@@ -10,8 +10,6 @@ from report import MET, MISSED, SPREAD_MARKED, UNKNOWN, rate
 
 DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 JOBS = [*(f"rr:{depth}:1" for depth in DEPTHS), "rr:32:4", "rr:128:4"]
-# Of SPDK's IOPS: at depth 1, and at the others.
-SPDK_FIRST_MIN, SPDK_MIN = 0.9, 0.95
 DAEMON_MIN, EACH_MIN = 1, 0.9
 CPU_US_MAX, CPU_FROM_DEPTH = 0.35, 8
 P99_MAX = 1.5
@@ -44,9 +42,9 @@ def verdicts(cells, jobs):
     first = {str(job) for job in jobs if job.depth == 1}
     deep = [job for job in jobs if job.depth >= CPU_FROM_DEPTH]
     many = [job for job in jobs if job.queues > 1]
-    spdk_min = {str(job): SPDK_FIRST_MIN if str(job) in first else SPDK_MIN for job in jobs}
+    spdk_min = {str(job): spdk.FIRST_MIN if str(job) in first else spdk.MIN for job in jobs}
     return [
-        _ratios(cells, jobs, f"IOPS of {ONE} at least {SPDK_MIN} x {spdk.NAME} (depth 1: {SPDK_FIRST_MIN})", ONE, spdk.NAME, spdk_min),
+        _ratios(cells, jobs, f"IOPS of {ONE} at least {spdk.MIN} x {spdk.NAME} (depth 1: {spdk.FIRST_MIN})", ONE, spdk.NAME, spdk_min),
         _ratios(cells, jobs, f"IOPS of {ONE} at least the {PEER}'s", ONE, PEER, dict.fromkeys(map(str, jobs), DAEMON_MIN)),
         _ratios(cells, many, f"IOPS of {EACH} at least {EACH_MIN} x one worker", EACH, ONE, dict.fromkeys(map(str, many), EACH_MIN)),
         _rises(cells, jobs, ONE),

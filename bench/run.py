@@ -32,7 +32,8 @@ from qcow2 import cases as qcow2
 from report import Report, machine
 
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-CASES = {"null": cases.null, "depth": depth.case, "tmpfs": cases.tmpfs, "ext4": cases.ext4, "workers": cases.workers, "balance": balance.case,
+CASES = {"null": cases.null, "depth": depth.case, "ram": cases.ram, "tmpfs": cases.tmpfs, "ext4": cases.ext4,
+         "workers": cases.workers, "balance": balance.case,
          "idle": resident.idle, "memory": resident.memory,
          "fuse-null": fuse.null, "fuse-tmpfs": fuse.tmpfs, "fuse-ext4": fuse.ext4, "fuse-queues": fuse.queues,
          "kernel": kernel.case,
@@ -89,7 +90,7 @@ def arguments():
     p.add_argument("--wait", choices=["block", "loop"], default="block",
                    help="how the client waits for completions: block, in the kernel; loop, it polls, which needs fio (block)")
     p.add_argument("--spdk", metavar="FOLDER", default=os.environ.get("VSHUNT_SPDK", ""),
-                   help="a build tree of SPDK: its vhost takes part in null, depth, tmpfs and ext4")
+                   help="a build tree of SPDK: its vhost takes part in null, depth, ram, tmpfs and ext4")
     p.add_argument("--spdk-mask", metavar="MASK", type=mask, default=1,
                    help="the CPUs that SPDK polls, in hexadecimal (0x1); with --pin clients run on others")
     p.add_argument("--aa", action="store_true", help="fuse: the storage daemon in vshunt's place, too: how far the ratios can be trusted")

@@ -11,6 +11,10 @@ import subprocess
 NAME = "SPDK"
 BLOCK_BYTES = 512
 NULL_BYTES = 4 << 30
+# The targets, of its IOPS: at depth 1, and at the others.
+FIRST_MIN, MIN = 0.9, 0.95
+# Part of the memory of SPDK.
+MALLOC_BYTES = 256 << 20
 # The name of the socket in the bench's folder, which is the controller's name.
 SOCK = "s"
 # DPDK's memory without huge pages, MiB. vhost does not start with 320.
@@ -61,10 +65,11 @@ def find(folder, root, name=VHOST):
 
 
 def argv(b, kind, path):
-    """A server's argv, after it wrote its configuration. `kind` is null, aio or uring, the latter two for the file `path`. SPDK
+    """A server's argv, after it wrote its configuration. `kind` is null, malloc, aio or uring, the latter two for the file `path`. SPDK
     offers as many queues as a front end wants."""
     device = {"name": "d", "block_size": BLOCK_BYTES}
-    device |= {"num_blocks": NULL_BYTES // BLOCK_BYTES} if kind == "null" else {"filename": path}
+    sizes = {"null": NULL_BYTES, "malloc": MALLOC_BYTES}
+    device |= {"num_blocks": sizes[kind] // BLOCK_BYTES} if kind in sizes else {"filename": path}
     mask = f"{b.o.spdk_mask:#x}"
     config = {"subsystems": [
         {"subsystem": "bdev", "config": [{"method": f"bdev_{kind}_create", "params": device}]},
