@@ -37,7 +37,7 @@ def prometheus(rig):
     daemon = r.Daemon(
         rig,
         *("--disk", f"name=d0,file={image},format=qcow2", "--net", "type=switch,name=s0", "--metrics", str(metrics)),
-        *("--export", f"type=vhost-user-blk,name=vm0,disk=d0,socket={rig.dir}/vm0.sock,queues=2,workers=per-queue"),
+        *("--export", f"type=vhost-user-blk,name=vm0,disk=d0,socket={rig.dir}/vm0.sock,queues=2,workers=per-queue,balance=auto"),
         *("--export", f"type=vhost-user-net,name=nic0,net=s0,socket={rig.dir}/nic0.sock"),
     )
     daemon.cli("bitmap", "add", "d0", "b0")

@@ -266,6 +266,18 @@ static FAMILIES: &[Family] = &[
         "Times that a mounted file is open",
         Of::Export(|e| e.mount.as_ref().map(|m| m.open_files.into())),
     ),
+    counter(
+        "export_balance_moves",
+        None,
+        "Queues that were moved by `balance`; absent while it is off and was off",
+        Of::Export(|e| e.balancing.as_ref().map(|b| b.moves)),
+    ),
+    counter(
+        "export_balance_decisions",
+        None,
+        "Decisions of `balance` about queues, with those of dry runs and those that failed",
+        Of::Export(|e| e.balancing.as_ref().map(|b| b.decisions)),
+    ),
     Family {
         name: "export_latency",
         unit: SECONDS,

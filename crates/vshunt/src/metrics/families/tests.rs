@@ -31,6 +31,7 @@ fn whole() -> Snapshot {
         "loops": 15 });
     let mut net = net;
     net["port"] = port;
+    net["balancing"] = json!({ "mode": "auto", "moves": 2, "decisions": 3 });
     (kernel["name"], kernel["engine"]) = ("k0".into(), "kernel".into());
     Snapshot {
         disks: vec![read(json!({
@@ -137,6 +138,8 @@ fn what_a_scrape_shows() {
         "vshunt_export_addresses{export=\"c0\"} 14",
         "vshunt_export_blocked{export=\"c0\"} 1",
         "vshunt_export_loops_total{export=\"c0\"} 15",
+        "vshunt_export_balance_moves_total{export=\"c0\"} 2",
+        "vshunt_export_balance_decisions_total{export=\"c0\"} 3",
         "vshunt_export_info{export=\"k0\",type=\"vhost-user-net\",disk=\"\",net=\"n0\",tap=\"\",engine=\"kernel\"} 1",
         "vshunt_bitmap_dirty_bytes{disk=\"d0\",bitmap=\"b0\"} 131072",
         "vshunt_job_state{job=\"j0\",state=\"paused\"} 1",
