@@ -107,7 +107,7 @@ def test_verified_load_over_vhost_user_on_queues_that_move(suite, kind):
             backups += 1
         own = [q for q in daemon.status()["queues"] if q["export"] == f"j{backups - 1}"]
         r.require(len(own) <= 1, f"the job's queues are {own}")
-        daemon.cli("attach", f"e0:{moves % 4}", str((moves * 3 + 1) % 4))
+        daemon.attach(f"e0:{moves % 4}", (moves * 3 + 1) % 4)
         # It may have ended in between.
         if own and daemon.cli("attach", f"j{backups - 1}:0", str(moves % 4), check=False).returncode == 0:
             job_moves += 1

@@ -50,7 +50,7 @@ def move_queues(daemon):
                 workers.remove(empty)
             workers.append(daemon.worker_new())
         at[queue] = chance.choice([w for w in workers if w != at[queue]])
-        daemon.cli("attach", f"vm0:{queue}", at[queue])
+        daemon.attach(f"vm0:{queue}", at[queue])
         pause.wait()
     return at
 

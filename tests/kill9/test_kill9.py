@@ -40,7 +40,7 @@ def killed(rig, packed, folder, thin=None):
         f"load-{name}",
         [
             *(r.binary("vshunt-bench"), "blk", "--socket", socket, "--rw", "randwrite", "--verify", "--bs", "4k"),
-            *("--queues", QUEUES, "--iodepth", "32", "--reconnect", "120s", "--runtime", r.FOREVER, "--flush-every", "64"),
+            *("--queues", QUEUES, "--iodepth", "32", "--reconnect", "120s", "--stall", "120s", "--runtime", r.FOREVER, "--flush-every", "64"),
             *("--seed", SEED, "--quiet", *(("--packed",) if packed else ())),
         ],
     )
@@ -52,7 +52,7 @@ def killed(rig, packed, folder, thin=None):
 
     for kill in range(KILLS):
         r.wait_for(f"requests before kill {kill + 1}", requests)
-        daemon.cli("attach", f"vm0:{chance.randrange(QUEUES)}", "0")
+        daemon.attach(f"vm0:{chance.randrange(QUEUES)}", 0)
         time.sleep(chance.uniform(0.1, 0.8))
         daemon.child.kill()
         time.sleep(chance.uniform(0.0, 0.4))

@@ -223,6 +223,10 @@ class Daemon:
         """`vshunt -c CONTROL …`"""
         return run([binary("vshunt"), "-c", self.control, *arguments], check=check, timeout_s=timeout_s)
 
+    def attach(self, queues, worker):
+        """Moves queues that serve a disk, which may take longer for requests in flight than `attach` waits by default."""
+        self.cli("attach", "--timeout", f"{WAIT_S - 10:g}s", queues, str(worker))
+
     def status(self):
         """The result of `status --json`."""
         return json.loads(self.cli("status", "--json").stdout)

@@ -25,7 +25,7 @@ def under_load(rig, name, options, size, seconds):
     r.wait_for("the load's first requests", lambda: sum(q["requests"] for q in disk.daemon.status()["queues"]))
     turns, end = 0, time.monotonic() + seconds
     while load.running() and (time.monotonic() < end or turns <= 20):
-        disk.daemon.cli("attach", f"e0:{turns % 4}", str((turns * 3 + 1) % 4))
+        disk.daemon.attach(f"e0:{turns % 4}", (turns * 3 + 1) % 4)
         turns += 1
         time.sleep(0.01)
     r.require(load.interrupt() == 0, f"the load failed: {load.tail()}")

@@ -59,7 +59,7 @@ def test_committed_under_load_by_socket(rig):
         job = disk.cli("commit", "d0", "--speed", "40M").stdout.strip()
         end = time.monotonic() + 0.5
         while time.monotonic() < end:
-            disk.cli("attach", f"e0:{turns % 2}", str((turns // 2) % 2))
+            disk.daemon.attach(f"e0:{turns % 2}", (turns // 2) % 2)
             disk.cli("attach", f"{job}:0", str(turns % 2), check=False)
             turns += 1
         disk.cli("job", "speed", job, "max")

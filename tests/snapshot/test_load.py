@@ -57,7 +57,7 @@ def test_a_chain_of_three_under_load_by_socket(rig, mounts, form):
     for n in range(3):
         end = time.monotonic() + 0.4
         while time.monotonic() < end:
-            disk.cli("attach", f"e0:{turns % 2}", str((turns // 2) % 2))
+            disk.daemon.attach(f"e0:{turns % 2}", (turns // 2) % 2)
             turns += 1
         to = rig.dir / f"sock-{form}-{n}.qcow2"
         disk.snapshot(to)

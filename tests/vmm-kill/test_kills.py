@@ -61,7 +61,7 @@ def test_two_kills_of_qemu_under_fio_and_another_qemu_on_the_same_export(rig):
         guest, sha = under_load(rig, daemon, socket, boot, sha)
         time.sleep(chance.uniform(2.0, 4.0))
         r.require(guest.said("fio") is None, f"fio ended before the kill: {guest.tail()}")
-        daemon.cli("attach", f"vm0:{chance.randrange(QUEUES)}", chance.choice(["0", "1", "2"]))
+        daemon.attach(f"vm0:{chance.randrange(QUEUES)}", chance.choice([0, 1, 2]))
         guest.child.kill()
         r.wait_for("the end of the front end is seen, and nothing is in flight", lambda: state(daemon) == (False, []))
         r.require(daemon.child.running(), f"vshunt ended with QEMU: {daemon.child.tail()}")
