@@ -12,9 +12,11 @@ from report import MET, MISSED, UNKNOWN, Cell, rate
 from server import child_setup, end
 
 AUTO = "balance=auto"
+# Each export has workers of its own: one at first, and as many as pay.
+SIZED = "workers=auto"
 # The queues that are on the second worker, by placement. Those that follow load are all on the
 # first one at the start.
-PLACES = {"one worker": [], "in turn": ["vm0:1", "vm0:3", "vm1:1", "vm1:3"], "by export": ["vm1"], AUTO: []}
+PLACES = {"one worker": [], "in turn": ["vm0:1", "vm0:3", "vm1:1", "vm1:3"], "by export": ["vm1"], AUTO: [], SIZED: []}
 QUEUES = 4
 MUCH, LITTLE = ["--iodepth", "32"], ["--iodepth", "1"]
 # Each half of a run, without the time that queues have to find their places.
@@ -36,7 +38,7 @@ def case(b):
             except (OSError, ValueError, subprocess.SubprocessError, RuntimeError) as e:
                 b.report.note(f"balance, {name}: {e}")
                 cells[name].add(f"failed: {e}")
-    fixed = {name: cell.median("iops") for name, cell in cells.items() if name != AUTO}
+    fixed = {name: cell.median("iops") for name, cell in cells.items() if name not in (AUTO, SIZED)}
     best = max((iops for iops in fixed.values() if iops), default=None)
     rows = [[name, cell.text(best), cell.median("moves")] for name, cell in cells.items()]
     b.report.table(["placement", "all IOPS, to the best that stays", "moves"], rows)
@@ -51,10 +53,12 @@ def case(b):
 
 def _run(b, name, half_s):
     """-> {'iops', 'moves'} of one run."""
-    argv = [b.tools.vshunt, "serve", "--worker", "name=second", "--control", "{sock}.control"]
+    argv = [b.tools.vshunt, "serve", "--control", "{sock}.control"]
+    argv += ["--worker", "name=second"] if name != SIZED else []
+    keys = f",{SIZED}" if name == SIZED else ""
     for at in (0, 1):
         argv += ["--disk", f"name=d{at},format=ram,size=256M",
-                 "--export", f"type=vhost-user-blk,name=vm{at},disk=d{at},socket={{sock}}{at or ''},queues={QUEUES}"]
+                 "--export", f"type=vhost-user-blk,name=vm{at},disk=d{at},socket={{sock}}{at or ''},queues={QUEUES}{keys}"]
     if name == AUTO:
         argv += ["--balance", "auto"]
     with b.server(name, argv) as server:
