@@ -101,7 +101,7 @@ def _written(b, name, folder, memory):
     b.report.line("  targets:" if memory else "  targets (against the daemon none: the device is the limit):")
     for job in jobs:
         for of, base in [(OURS, RAW), (EACH, RAW_EACH)][:1 if job.queues == 1 else 2]:
-            verdicts.ratio(b.report, name, cells, job, [of], [base], 0.9, rate)
+            verdicts.ratio(b.report, name, cells, job, [of], [base], 0.97, rate)
         if memory:
             verdicts.ratio(b.report, name, cells, job, [OURS, EACH][:job.queues], [PEER, PEER_URING], 2, rate)
 
