@@ -12,39 +12,12 @@ import backup_model as b
 import fuse_mount as m
 import pytest
 import rig as r
-from backup_model import MIB, small
+from backup_model import MIB, busy, ended, gone_on, part, small
 
-SIZE = 24 * MIB
+SIZE = b.BUSY_SIZE
 KILLS = 8
 # So slow that a job of these disks is there until it is ended.
 SLOW = ("--speed", "256K")
-
-
-def part(path):
-    """The name of a backup's file until the backup is complete."""
-    return path.with_name(path.name + ".part")
-
-
-def busy(suite, name, kind, **more):
-    """A mounted disk full of data, and writers on it."""
-    mount = b.source(suite, name, kind, SIZE, **more)
-    b.put(mount.path, 0, random.Random(name).randbytes(SIZE))
-    return mount, b.Writers(mount.path, 2, 512)
-
-
-def ended(mount, job, *words):
-    """The job failed, and says so."""
-    r.message_of(mount.cli("job", "wait", job, check=False), f"job {job} failed", *words, code=(1,))
-    shown = b.job(mount.daemon, job)
-    r.require(shown["status"] == "concluded" and shown["error"] and not shown["cancelled"], f"it is shown as {shown}")
-    r.require("failed" in mount.cli("job", "list").stdout, "`job list` does not show that it failed")
-
-
-def gone_on(mount, writers):
-    """Writers go on without an error."""
-    writers.wait_each(20)
-    broken = [q for q in mount.queues() if q["errors"]]
-    r.require(not broken, f"requests failed: {broken}")
 
 
 @pytest.mark.parametrize("kind", ("raw", "qcow2"))

@@ -9,7 +9,7 @@ import time
 import backup_model as b
 import pytest
 import rig as r
-from backup_model import MIB
+from backup_model import MIB, load_argv
 
 SIZE = 24 * MIB
 THREADS = 4
@@ -74,13 +74,6 @@ def test_point_in_time(suite, kind, to, unaligned):
     b.equal(data[BUSY:], still + bytes(4 * MIB), "what nobody wrote")
     writers.expect(data, before, after)
     path.unlink()
-
-
-def load_argv(socket, *more):
-    return [
-        *(r.binary("vshunt-bench"), "blk", "--socket", socket, "--rw", "randrw", "--verify", "--queues", "4", "--iodepth", "16"),
-        *("--bs", "16k", "--flush-every", "50", "--quiet", *more),
-    ]
 
 
 @pytest.mark.parametrize("kind", ("raw", "qcow2"))

@@ -19,6 +19,8 @@ MIB = 1 << 20
 BLOCK = 4096
 # Bytes of a Disk.
 SIZE = 16 * MIB
+# Bytes of a disk of `busy`.
+BUSY_SIZE = 24 * MIB
 
 
 class Suite(m.Suite):
@@ -226,6 +228,40 @@ class Writers:
                 r.require(found[place] == want, f"writer {thread}: {last} writes are there, but place {place} is of write {found[place]}, not {want}")
             numbers.append(last)
         return numbers
+
+
+def part(path):
+    """The name of a backup's file until the backup is complete."""
+    return path.with_name(path.name + ".part")
+
+
+def busy(suite, name, kind, **more):
+    """A mounted disk full of data, and writers on it."""
+    mount = source(suite, name, kind, BUSY_SIZE, **more)
+    put(mount.path, 0, random.Random(name).randbytes(BUSY_SIZE))
+    return mount, Writers(mount.path, 2, 512)
+
+
+def ended(mount, name, *words):
+    """The job failed, and says so."""
+    r.message_of(mount.cli("job", "wait", name, check=False), f"job {name} failed", *words, code=(1,))
+    shown = job(mount.daemon, name)
+    r.require(shown["status"] == "concluded" and shown["error"] and not shown["cancelled"], f"it is shown as {shown}")
+    r.require("failed" in mount.cli("job", "list").stdout, "`job list` does not show that it failed")
+
+
+def gone_on(mount, writers):
+    """Writers go on without an error."""
+    writers.wait_each(20)
+    broken = [q for q in mount.queues() if q["errors"]]
+    r.require(not broken, f"requests failed: {broken}")
+
+
+def load_argv(socket, *more):
+    return [
+        *(r.binary("vshunt-bench"), "blk", "--socket", socket, "--rw", "randrw", "--verify", "--queues", "4", "--iodepth", "16"),
+        *("--bs", "16k", "--flush-every", "50", "--quiet", *more),
+    ]
 
 
 class Qmp:

@@ -125,6 +125,12 @@ impl Bits {
         Some(first..(first + 1..limit).find(|b| !is_set(b)).unwrap_or(limit))
     }
 
+    /// Returns the run of set bits at the start of a range of blocks.
+    pub fn run_from(&self, blocks: Range<u64>) -> Option<Range<u64>> {
+        let next = blocks.start..blocks.end.min(blocks.start + 1);
+        self.any(next).then(|| self.run(blocks.clone(), blocks.end - blocks.start)).flatten()
+    }
+
     /// Returns the number of bits that are set.
     pub fn count(&self) -> u64 {
         self.words.iter().map(|w| u64::from(w.load(Relaxed).count_ones())).sum()

@@ -132,6 +132,18 @@ impl Pool {
     }
 }
 
+/// Returns whether all bytes are 0.
+pub(super) fn is_zero(bytes: &[u8]) -> bool {
+    // SAFETY: every bit pattern is a valid u64.
+    let (head, words, tail) = unsafe { bytes.align_to::<u64>() };
+    let zero = |b: &u8| *b == 0;
+    // In groups, so that the first byte other than zero ends the search soon, and the compiler uses
+    // wide instructions.
+    head.iter().all(zero)
+        && words.chunks(64).all(|c| c.iter().fold(0, |a, w| a | w) == 0)
+        && tail.iter().all(zero)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -168,5 +180,16 @@ mod tests {
         let short = pool.exchange(short, 4096, 512).unwrap();
         assert_eq!(short.len(), BOUNCE_ALIGN, "it is long enough");
         assert_eq!(pool.exchange(short, 1 << 20, 512).unwrap().len(), 1 << 20);
+    }
+
+    #[test]
+    fn zeroes_are_told_from_others() {
+        let mut bytes = vec![0; 4096 + 7];
+        assert!(is_zero(&bytes) && is_zero(&bytes[3..]) && is_zero(&[]));
+        for at in [0, 1, 511, 512, 4095, 4102] {
+            bytes[at] = 1;
+            assert!(!is_zero(&bytes), "{at}");
+            bytes[at] = 0;
+        }
     }
 }

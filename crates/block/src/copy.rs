@@ -1,19 +1,21 @@
 //! A queue that copies one disk to another. It is attached to a worker like all queues.
 //!
 //! It reads ahead through the blocks to be copied, and writes old data that writes of guests have
-//! read (`copy_before_write`).
+//! read (`copy_before_write`). With a fleecing file, it reads ahead through both, disk and file,
+//! and writes them to the target together.
 //!
 //! What must never happen: a block is left out without an error; a guest waits for a copy that has
 //! ended.
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU32, AtomicU64, Ordering::*};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 use std::thread::Thread;
 
 use vshunt_engine::{PollState, Queue, QueueStats, Token, Uring};
 
-use crate::bounce::AlignedBuf;
+use crate::bits::Bits;
+use crate::bounce::{AlignedBuf, is_zero};
 use crate::copy_before_write::{CopyBeforeWrite, OldData};
 use crate::disk::Disk;
 use crate::handle::DiskHandle;
@@ -42,6 +44,8 @@ pub enum Side {
     Source,
     /// Writing.
     Target,
+    /// The fleecing file.
+    Fleece,
 }
 
 /// A copy, shared by control threads and its queues.
@@ -50,6 +54,8 @@ pub struct Copy {
     pub source: Arc<Disk>,
     /// The disk that is written.
     pub target: Arc<Disk>,
+    /// The fleecing file of the source.
+    pub fleece: Option<Arc<Disk>>,
     /// The blocks that are left, and old data.
     pub work: Arc<CopyBeforeWrite>,
     /// Whether whole clusters are written compressed.
@@ -77,8 +83,8 @@ pub struct Copy {
     pub over: AtomicBool,
     /// The positive errno of the first failure; 0 if there is none.
     errno: AtomicI32,
-    /// Whether the first failure was a write.
-    at_target: AtomicBool,
+    /// The side of the first failure, as a number.
+    side: AtomicU8,
     /// Offset of the first failure, bytes.
     at: AtomicU64,
     /// The thread that is unparked when the copy has ended.
@@ -91,6 +97,7 @@ impl Copy {
         Self {
             source,
             target,
+            fleece: None,
             work,
             compress: false,
             fresh: false,
@@ -104,7 +111,7 @@ impl Copy {
             under_way: AtomicU32::new(0),
             over: AtomicBool::new(false),
             errno: AtomicI32::new(0),
-            at_target: AtomicBool::new(false),
+            side: AtomicU8::new(Side::Source as u8),
             at: AtomicU64::new(0),
             owner,
         }
@@ -121,6 +128,11 @@ impl Copy {
         Self { in_place: true, ..self }
     }
 
+    /// Sets the fleecing file of the source ([`Disk::set_fleece`]).
+    pub fn fleeced(self, fleece: Option<Arc<Disk>>) -> Self {
+        Self { fleece, ..self }
+    }
+
     /// Sets whether whole clusters are written compressed.
     pub fn compressed(self, compress: bool) -> Self {
         Self { compress, ..self }
@@ -129,14 +141,15 @@ impl Copy {
     /// Returns the first failure: its side, its offset in bytes, and the error.
     pub fn failure(&self) -> Option<(Side, u64, std::io::Error)> {
         let errno = self.errno.load(Acquire);
-        let side = if self.at_target.load(Relaxed) { Side::Target } else { Side::Source };
+        let all = [Side::Source, Side::Target, Side::Fleece];
+        let side = all[usize::from(self.side.load(Relaxed))];
         (errno != 0).then(|| (side, self.at.load(Relaxed), std::io::Error::from_raw_os_error(errno)))
     }
 
     /// Stores the first failure.
     fn fail(&self, side: Side, at: u64, errno: i32) {
         if self.errno.load(Relaxed) == 0 {
-            self.at_target.store(side == Side::Target, Relaxed);
+            self.side.store(side as u8, Relaxed);
             self.at.store(at, Relaxed);
             self.errno.store(errno.abs().max(1), Release);
         }
@@ -158,7 +171,11 @@ enum Stage {
     /// It asks whether there is data.
     Seek,
     Read,
+    /// It reads the fleecing file.
+    ReadStored,
     Write,
+    /// It frees space of the fleecing file.
+    Free,
 }
 
 /// A request of the queue: a read ahead with its writes, or a write of old data.
@@ -166,6 +183,10 @@ struct CopySlot {
     io: Io,
     bytes: Bytes,
     blocks: Range<u64>,
+    /// The blocks whose old data is in the fleecing file, as runs.
+    stored: Vec<Range<u64>>,
+    /// What was read from the fleecing file, if the chunk has other blocks, too.
+    second: Option<AlignedBuf>,
     /// The range on the disk, bytes.
     range: Range<u64>,
     /// Start of the next write, bytes.
@@ -175,6 +196,26 @@ struct CopySlot {
     stage: Stage,
     /// Whether all of it is zeroes, which was known without a read.
     zero: bool,
+}
+
+impl CopySlot {
+    /// Returns the blocks from the first to the last one in the fleecing file.
+    fn stored_span(&self) -> Range<u64> {
+        let ends = self.stored.first().zip(self.stored.last());
+        ends.map_or(0..0, |(first, last)| first.start..last.end)
+    }
+
+    /// Puts the blocks from the fleecing file to their places in the chunk.
+    fn merge(&mut self, blocks: &Bits) {
+        let (start, span) = (self.range.start, blocks.bytes(self.stored_span()));
+        let (Bytes::Chunk(chunk), Some(second)) = (&mut self.bytes, &mut self.second) else { return };
+        for run in &self.stored {
+            let bytes = blocks.bytes(run.clone());
+            let len = (bytes.end - bytes.start) as usize;
+            let from = &second.bytes()[(bytes.start - span.start) as usize..][..len];
+            chunk.bytes()[(bytes.start - start) as usize..][..len].copy_from_slice(from);
+        }
+    }
 }
 
 /// A queue of a copy. A copy may have several queues, on different workers.
@@ -192,6 +233,7 @@ pub struct CopyQueue {
     exhausted: bool,
     source: Option<DiskHandle>,
     target: Option<DiskHandle>,
+    fleece: Option<DiskHandle>,
     listen: PollState,
 }
 
@@ -208,6 +250,8 @@ impl CopyQueue {
             io: Io::default(),
             bytes: Bytes::None,
             blocks: 0..0,
+            stored: Vec::new(),
+            second: None,
             range: 0..0,
             at: 0,
             counted: 0,
@@ -226,6 +270,7 @@ impl CopyQueue {
             exhausted: false,
             source: None,
             target: None,
+            fleece: None,
             listen: PollState::Off,
         }
     }
@@ -237,7 +282,7 @@ impl CopyQueue {
     /// Returns whether the queue may read ahead.
     fn may_read_ahead(&self) -> bool {
         let copy = &self.copy;
-        !self.exhausted
+        (!self.exhausted || copy.work.has_stored())
             && self.ahead < copy.depth.load(Relaxed).clamp(1, DEPTH_MAX)
             && copy.credit.load(Relaxed) > 0
             && !copy.paused.load(Relaxed)
@@ -269,7 +314,9 @@ impl CopyQueue {
         // Before the blocks are removed from the work, so that no other queue takes that for the
         // end.
         self.copy.under_way.fetch_add(1, AcqRel);
-        let Some(blocks) = work.read_ahead(self.cursor, CHUNK_BYTES) else {
+        let index = *self.free.last().expect("the caller looked");
+        let slot = &mut self.slots[index as usize];
+        let Some(blocks) = work.read_ahead(self.cursor, CHUNK_BYTES, &mut slot.stored) else {
             self.copy.under_way.fetch_sub(1, AcqRel);
             self.exhausted = true;
             return false;
@@ -278,26 +325,35 @@ impl CopyQueue {
         let range = work.todo().bytes(blocks.clone());
         let len = range.end - range.start;
         let need = (len as usize).next_multiple_of(4096).max(CHUNK_BYTES as usize);
-        let buf = self.spare.pop().filter(|b| b.len() >= need).or_else(|| AlignedBuf::new(need));
-        let Some(buf) = buf else {
+        let (all_stored, two) = (slot.stored.first() == Some(&blocks), !slot.stored.is_empty());
+        let mut buf = || self.spare.pop().filter(|b| b.len() >= need).or_else(|| AlignedBuf::new(need));
+        let second = (two && !all_stored).then(&mut buf);
+        let (Some(buf), false) = (buf(), matches!(second, Some(None))) else {
             self.copy.fail(Side::Source, range.start, libc::ENOMEM);
+            slot.stored.clear();
             work.end_read_ahead(blocks, &mut |w| uring.wake(w.who, w.token));
             self.copy.under_way.fetch_sub(1, AcqRel);
             return false;
         };
         self.copy.credit.fetch_sub(len as i64, Relaxed);
         self.ahead += 1;
-        let index = self.free.pop().expect("the caller looked");
-        let slot = &mut self.slots[index as usize];
-        slot.io.reset(Op::Seek { own: false }, range.start, false);
-        slot.io.request.len = len;
+        self.free.pop();
+        slot.second = second.flatten();
         (slot.at, slot.counted) = (range.start, range.start);
-        (slot.range, slot.blocks, slot.zero) = (range, blocks, false);
+        (slot.range, slot.blocks, slot.zero) = (range.clone(), blocks, false);
         slot.bytes = Bytes::Chunk(buf);
-        slot.stage = Stage::Seek;
-        let handle = self.source.as_ref().expect("armed");
-        if let Step::Done(res) = handle.start(uring, &mut slot.io, place.with(index, OP_IO)) {
-            self.stepped(uring, place, index, res);
+        if all_stored {
+            self.read_stored(uring, place, index);
+        } else if two {
+            self.read(uring, place, index);
+        } else {
+            slot.io.reset(Op::Seek { own: false }, range.start, false);
+            slot.io.request.len = len;
+            slot.stage = Stage::Seek;
+            let handle = self.source.as_ref().expect("armed");
+            if let Step::Done(res) = handle.start(uring, &mut slot.io, place.with(index, OP_IO)) {
+                self.stepped(uring, place, index, res);
+            }
         }
         true
     }
@@ -317,6 +373,38 @@ impl CopyQueue {
         }
     }
 
+    /// Reads old data from the fleecing file: the whole span of it in the chunk at once, with
+    /// blocks between that are not used.
+    fn read_stored(&mut self, uring: &mut Uring, place: Token, index: u16) {
+        let slot = &mut self.slots[index as usize];
+        let range = self.copy.work.todo().bytes(slot.stored_span());
+        let Bytes::Chunk(chunk) = &mut slot.bytes else { unreachable!("only chunks are read") };
+        let buf = slot.second.as_mut().unwrap_or(chunk);
+        slot.io.reset(Op::Read, range.start, false);
+        // SAFETY: the slot owns the buffer, which has as many bytes (`begin_chunk`), until the
+        // request completes. Slots are boxed and do not move.
+        unsafe { slot.io.push(buf.bytes().as_mut_ptr(), (range.end - range.start) as usize) };
+        slot.stage = Stage::ReadStored;
+        let handle = self.fleece.as_ref().expect("armed, and blocks are in it");
+        if let Step::Done(res) = handle.start(uring, &mut slot.io, place.with(index, OP_IO)) {
+            self.stepped(uring, place, index, res);
+        }
+    }
+
+    /// Frees the space of old data in the fleecing file, then the slot. No write stores blocks of
+    /// this chunk there any more.
+    fn free_stored(&mut self, uring: &mut Uring, place: Token, index: u16) {
+        let slot = &mut self.slots[index as usize];
+        let range = self.copy.work.todo().bytes(slot.stored_span());
+        slot.io.reset(Op::Discard, range.start, false);
+        slot.io.request.len = range.end - range.start;
+        slot.stage = Stage::Free;
+        let handle = self.fleece.as_ref().expect("armed, and blocks were in it");
+        if let Step::Done(_) = handle.start(uring, &mut slot.io, place.with(index, OP_IO)) {
+            self.free_slot(uring, index);
+        }
+    }
+
     /// Starts the next write of a slot that has its data. Frees the slot after the last write.
     fn write(&mut self, uring: &mut Uring, place: Token, index: u16) {
         loop {
@@ -326,7 +414,10 @@ impl CopyQueue {
             slot.counted = slot.at;
             if slot.at == slot.range.end {
                 QueueStats::add(&self.stats.requests, 1);
-                self.free_slot(uring, index);
+                match slot.stored.is_empty() {
+                    true => self.free_slot(uring, index),
+                    false => self.free_stored(uring, place, index),
+                }
                 return;
             }
             let bytes = match &mut slot.bytes {
@@ -392,13 +483,22 @@ impl CopyQueue {
                 return;
             }
         }
+        if stage == Stage::Free {
+            // If the file system cannot do that, the file stays as large as it is.
+            self.free_slot(uring, index);
+            return;
+        }
         let slot = &mut self.slots[index as usize];
-        if stage != Stage::Write {
+        if matches!(stage, Stage::Seek | Stage::Read) {
             // The read has ended, even if it failed.
             self.copy.work.end_read_ahead(slot.blocks.clone(), &mut |w| uring.wake(w.who, w.token));
         }
         if res < 0 {
-            let side = if stage == Stage::Write { Side::Target } else { Side::Source };
+            let side = match stage {
+                Stage::Write => Side::Target,
+                Stage::ReadStored => Side::Fleece,
+                _ => Side::Source,
+            };
             self.failed(uring, index, side, at, res);
             return;
         }
@@ -411,6 +511,13 @@ impl CopyQueue {
         if self.must_end() {
             self.free_slot(uring, index);
             return;
+        }
+        if stage == Stage::Read && !slot.stored.is_empty() {
+            self.read_stored(uring, place, index);
+            return;
+        }
+        if stage == Stage::ReadStored {
+            self.slots[index as usize].merge(self.copy.work.todo());
         }
         self.write(uring, place, index);
     }
@@ -433,6 +540,8 @@ impl CopyQueue {
             Bytes::OldData(old) => self.copy.work.written(old, &mut |w| uring.wake(w.who, w.token)),
             Bytes::None => unreachable!("a slot in use has bytes"),
         }
+        self.spare.extend(slot.second.take());
+        slot.stored.clear();
         self.copy.under_way.fetch_sub(1, AcqRel);
         self.free.push(index);
     }
@@ -444,7 +553,8 @@ impl CopyQueue {
         }
         if let Some(errno) = self.copy.work.has_ended().filter(|e| *e < 0) {
             // A write of a guest could not read the old data.
-            self.copy.fail(Side::Source, 0, errno);
+            let fleece = self.copy.work.has_fleece_failed();
+            self.copy.fail(if fleece { Side::Fleece } else { Side::Source }, 0, errno);
         }
         let all_done = || self.exhausted && self.copy.work.is_over();
         if !(self.must_end() || all_done()) {
@@ -467,6 +577,9 @@ impl Queue for CopyQueue {
     fn arm(&mut self, uring: &mut Uring, place: Token) {
         self.source.get_or_insert_with(|| self.copy.source.attach(uring));
         self.target.get_or_insert_with(|| self.copy.target.attach(uring));
+        if let Some(file) = &self.copy.fleece {
+            self.fleece.get_or_insert_with(|| file.attach(uring));
+        }
         self.listen.start(uring, self.copy.work.eventfd(), place.with(0, OP_EVENTFD));
     }
 
@@ -497,7 +610,11 @@ impl Queue for CopyQueue {
             return 0;
         }
         let slot = &mut self.slots[token.slot as usize];
-        let handle = if slot.stage == Stage::Write { &self.target } else { &self.source };
+        let handle = match slot.stage {
+            Stage::Write => &self.target,
+            Stage::ReadStored | Stage::Free => &self.fleece,
+            Stage::Seek | Stage::Read => &self.source,
+        };
         let Some(handle) = handle else { return 0 };
         if let Step::Done(res) = handle.resume(uring, &mut slot.io, token, result) {
             self.stepped(uring, token, token.slot, res);
@@ -545,7 +662,8 @@ impl Queue for CopyQueue {
     }
 
     fn leave(&mut self, uring: &mut Uring) {
-        for handle in [self.source.take(), self.target.take()].into_iter().flatten() {
+        let handles = [self.source.take(), self.target.take(), self.fleece.take()];
+        for handle in handles.into_iter().flatten() {
             handle.detach(uring);
         }
     }
@@ -554,18 +672,6 @@ impl Queue for CopyQueue {
         // A request has one operation on the io_uring at a time.
         self.slots.len() as u32
     }
-}
-
-/// Returns whether all bytes are 0.
-fn is_zero(bytes: &[u8]) -> bool {
-    // SAFETY: every bit pattern is a valid u64.
-    let (head, words, tail) = unsafe { bytes.align_to::<u64>() };
-    let zero = |b: &u8| *b == 0;
-    // In groups, so that the first byte other than zero ends the search soon, and the compiler uses
-    // wide instructions.
-    head.iter().all(zero)
-        && words.chunks(64).all(|c| c.iter().fold(0, |a, w| a | w) == 0)
-        && tail.iter().all(zero)
 }
 
 #[cfg(test)]

@@ -6,8 +6,11 @@
 //! until the copy queue has written some. When a job ends for any reason, all waiting writes
 //! continue.
 //!
-//! What must never happen: a write replaces a block while it is still being read for the copy; a
-//! waiting write is not woken.
+//! With a fleecing file (`fleece`), the write also stores the old data there, and returns the
+//! memory. The copy queue reads the file later, in the order of the disk.
+//!
+//! What must never happen: a write replaces a block while it is still being read for the copy, or
+//! before its old data is in the fleecing file; a waiting write is not woken.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -21,6 +24,7 @@ use vshunt_types::sync::Locked;
 
 use super::bits::Bits;
 use super::bounce::AlignedBuf;
+use super::fleece::Fleece;
 
 /// Most bytes of old data that one read takes.
 const READ_BYTES_MAX: u64 = 256 << 10;
@@ -79,8 +83,11 @@ struct State {
 pub struct CopyBeforeWrite {
     /// Blocks to be copied whose read has not started.
     todo: Bits,
-    /// Blocks that are being read. A bit is set here before it is cleared in `todo`.
+    /// Blocks that are being read, or stored in the fleecing file. A bit is set here before it is
+    /// cleared in `todo`.
     reading: Bits,
+    /// What is in the fleecing file. None: there is none, and old data stays in memory.
+    fleece: Option<Fleece>,
     /// Guards reads, waiting writes and memory. Held only for look-ups, not for I/O.
     state: Mutex<State>,
     /// Length of `State::full`, to be read without the lock.
@@ -88,6 +95,8 @@ pub struct CopyBeforeWrite {
     /// [`RUNNING`], or how the copy ended: 0 if it was stopped, else a negative errno. Changed
     /// while the lock is held.
     ended: AtomicI32,
+    /// Whether the copy ended because the fleecing file could not be written.
+    fleece_failed: AtomicBool,
     /// Wakes the copy queue.
     eventfd: EventFd,
     /// Whether the copy queue sleeps.
@@ -116,12 +125,25 @@ impl CopyBeforeWrite {
         Ok(Self {
             todo,
             reading,
+            fleece: None,
             state: Mutex::default(),
             full: AtomicUsize::new(0),
             ended: AtomicI32::new(RUNNING),
+            fleece_failed: AtomicBool::new(false),
             eventfd: EventFd::make()?,
             asleep: AtomicBool::new(false),
         })
+    }
+
+    /// Makes writes store old data in the fleecing file of the disk
+    /// ([`Disk::set_fleece`](super::Disk::set_fleece)).
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn fleeced(mut self) -> std::io::Result<Self> {
+        let fleece = Fleece::new(&self.todo).ok_or(std::io::ErrorKind::OutOfMemory)?;
+        self.fleece = Some(fleece);
+        Ok(self)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -215,6 +237,29 @@ impl CopyBeforeWrite {
         });
     }
 
+    /// Takes note that old data is in the fleecing file, and wakes the writes that waited for it.
+    pub(super) fn stored(&self, old: OldData, wake: &mut dyn FnMut(Waker)) {
+        let mut state = self.state();
+        state.reads -= 1;
+        let running = self.fleece.as_ref().filter(|_| self.has_ended().is_none());
+        let first = running.is_some_and(|fleece| fleece.add(old.blocks.clone()));
+        self.end_read(&mut state, old.blocks.clone(), wake);
+        self.recycle(&mut state, old, wake);
+        drop(state);
+        if first {
+            // If there is more, the copy queue knows, or has to wait for its speed limit.
+            self.notify();
+        }
+    }
+
+    /// Ends the copy, since old data cannot be stored in the fleecing file.
+    pub(super) fn store_failed(&self, old: OldData, errno: i32, wake: &mut dyn FnMut(Waker)) {
+        if self.has_ended().is_none() {
+            self.fleece_failed.store(true, SeqCst);
+        }
+        self.read_failed(old, errno, wake);
+    }
+
     /// Ends the copy, since the old data cannot be read.
     pub(super) fn read_failed(&self, old: OldData, errno: i32, wake: &mut dyn FnMut(Waker)) {
         let mut state = self.state();
@@ -226,19 +271,43 @@ impl CopyBeforeWrite {
         self.notify();
     }
 
-    /// Returns a run of blocks for the copy queue to read: the first one after `from`, or else from
-    /// the start of the disk. The run is at most `bytes` long and does not cross a multiple of that
-    /// length.
-    pub fn read_ahead(&self, from: u64, bytes: u64) -> Option<Range<u64>> {
+    /// Returns the first block of a range that the copy queue has not taken. The lock is held.
+    fn first_left(&self, blocks: Range<u64>) -> Option<u64> {
+        let first = self.todo.first(blocks.clone());
+        let Some(fleece) = self.fleece.as_ref().filter(|fleece| fleece.count() > 0) else { return first };
+        fleece.kept().first(blocks.start..first.unwrap_or(blocks.end)).or(first)
+    }
+
+    /// Returns a run of blocks for the copy queue: the first one after `from`, or else from the
+    /// start of the disk. The run is at most `bytes` long and does not cross a multiple of that
+    /// length. `kept` gets the parts of it whose old data is in the fleecing file; the queue reads
+    /// the others from the disk.
+    pub fn read_ahead(&self, from: u64, bytes: u64, kept: &mut Vec<Range<u64>>) -> Option<Range<u64>> {
         let (all, most) = (self.todo.all(), (bytes / self.todo.granularity()).max(1));
         let _state = self.state();
         if self.has_ended().is_some() {
             return None;
         }
-        let first = self.todo.first(from..all.end).or_else(|| self.todo.first(0..from.min(all.end)))?;
-        let run = self.todo.run(first..all.end, most - first % most)?;
-        self.begin_read(run.clone());
-        Some(run)
+        let first = self.first_left(from..all.end).or_else(|| self.first_left(0..from.min(all.end)))?;
+        let end = all.end.min(first + most - first % most);
+        let Some(fleece) = self.fleece.as_ref().filter(|fleece| fleece.count() > 0) else {
+            let run = self.todo.run(first..end, most)?;
+            self.begin_read(run.clone());
+            return Some(run);
+        };
+        let mut at = first;
+        loop {
+            if let Some(run) = self.todo.run_from(at..end) {
+                at = run.end;
+                self.begin_read(run);
+            } else if let Some(run) = fleece.kept().run_from(at..end) {
+                at = run.end;
+            } else {
+                break;
+            }
+        }
+        fleece.take(first..at, kept);
+        Some(first..at)
     }
 
     /// Ends a read of the copy queue.
@@ -257,7 +326,11 @@ impl CopyBeforeWrite {
 
     /// Returns the memory of old data after it was written.
     pub fn written(&self, old: OldData, wake: &mut dyn FnMut(Waker)) {
-        let mut state = self.state();
+        self.recycle(&mut self.state(), old, wake);
+    }
+
+    /// Keeps the memory of old data for later reads, and wakes the writes that wait for memory.
+    fn recycle(&self, state: &mut State, old: OldData, wake: &mut dyn FnMut(Waker)) {
         state.held -= old.buf.len();
         if state.held + state.spare_bytes + old.buf.len() <= HELD_BYTES_MAX && self.has_ended().is_none() {
             state.spare_bytes += old.buf.len();
@@ -277,7 +350,35 @@ impl CopyBeforeWrite {
     /// Returns whether the copy queue has taken all that is to be copied.
     pub fn is_over(&self) -> bool {
         let state = self.state();
-        state.reads == 0 && state.full.is_empty() && self.todo.first(self.todo.all()).is_none()
+        let stored = self.has_stored();
+        state.reads == 0 && state.full.is_empty() && !stored && self.todo.first(self.todo.all()).is_none()
+    }
+
+    /// Returns whether writes store old data in a fleecing file.
+    pub(super) fn is_fleeced(&self) -> bool {
+        self.fleece.is_some()
+    }
+
+    /// Returns whether there is old data in the fleecing file that the copy queue has not taken.
+    #[inline]
+    pub fn has_stored(&self) -> bool {
+        self.fleece.as_ref().is_some_and(|fleece| fleece.count() > 0)
+    }
+
+    /// Returns the old data in the fleecing file that the copy queue has not taken, bytes. None:
+    /// there is no such file.
+    pub fn stored_bytes(&self) -> Option<u64> {
+        self.fleece.as_ref().map(|fleece| fleece.count() * self.todo.granularity())
+    }
+
+    /// Returns a number that rises when old data was stored in the fleecing file.
+    pub fn stores(&self) -> u64 {
+        self.fleece.as_ref().map_or(0, Fleece::stored)
+    }
+
+    /// Returns whether the copy ended because the fleecing file could not be written.
+    pub fn has_fleece_failed(&self) -> bool {
+        self.fleece_failed.load(SeqCst)
     }
 
     /// Returns how the copy ended, or nothing while it runs: 0 if it was stopped, or the negative

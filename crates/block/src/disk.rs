@@ -35,6 +35,9 @@ pub struct Disk {
     /// Guards what handles do beside each write. Control threads replace it while no request is in
     /// flight.
     observers: RwLock<Arc<WriteObservers>>,
+    /// Guards the fleecing file of a backup. Control threads replace it while no request is in
+    /// flight.
+    fleece: RwLock<Option<Arc<Disk>>>,
     // Control threads; fixed when the disk is opened.
     pub(super) readonly: bool,
     pub(super) locked: bool,
@@ -95,6 +98,7 @@ impl Disk {
         Ok(Arc::new(Self {
             backend: RwLock::new(backend),
             observers: RwLock::default(),
+            fleece: RwLock::default(),
             readonly: spec.readonly,
             locked: spec.locking,
             cache: spec.cache,
@@ -288,6 +292,18 @@ impl Disk {
     /// Returns what handles do beside each write.
     pub fn write_observers(&self) -> Arc<WriteObservers> {
         self.observers.read_locked().clone()
+    }
+
+    /// Sets the fleecing file: a new, empty file of at least the size of the disk, in which writes
+    /// under a backup store what they replace. It applies as
+    /// [`set_write_observers`](Self::set_write_observers) does.
+    pub fn set_fleece(&self, file: Option<Arc<Self>>) {
+        *self.fleece.write_locked() = file;
+    }
+
+    /// Returns the fleecing file.
+    pub(super) fn fleece(&self) -> Option<Arc<Self>> {
+        self.fleece.read_locked().clone()
     }
 
     /// Announces that the image is about to be deleted. It is not brought into order when it is

@@ -29,6 +29,8 @@ pub struct DiskHandle {
     pub(super) pool: Pool,
     /// What is done beside each write, if anything is.
     observers: Option<Arc<WriteObservers>>,
+    /// The fleecing file of a backup, for the old data that writes replace.
+    fleece: Option<Box<DiskHandle>>,
     split: SplitRequests,
     /// The disk closes its image when its last reference is dropped.
     pub(super) disk: Arc<Disk>,
@@ -57,7 +59,10 @@ impl Disk {
             Backend::Gone => Handle::Gone,
         };
         let observers = Some(self.write_observers()).filter(|o| !o.is_idle() && !self.readonly);
-        DiskHandle { handle, pool: Pool::default(), observers, split, disk: self.clone() }
+        let copy = observers.as_ref().and_then(|o| o.copy_before_write.as_ref());
+        let fleece = copy.filter(|copy| copy.is_fleeced()).and_then(|_| self.fleece());
+        let fleece = fleece.map(|file| Box::new(file.attach(uring)));
+        DiskHandle { handle, pool: Pool::default(), observers, fleece, split, disk: self.clone() }
     }
 }
 
@@ -174,6 +179,9 @@ impl DiskHandle {
     /// Undoes [`Disk::attach`], on the same thread, with no request in flight.
     pub fn detach(self, uring: &mut Uring) {
         debug_assert!(self.split.is_idle(), "a long request is in flight");
+        if let Some(fleece) = self.fleece {
+            fleece.detach(uring);
+        }
         match self.handle {
             Handle::Raw { raw, .. } => raw.unregister(uring),
             Handle::Qcow2(image) => image.detach(uring),

@@ -48,6 +48,7 @@ mod disk_access;
 mod disk_io;
 mod failures;
 mod file_storage;
+mod fleece;
 mod handle;
 mod io;
 mod iovec_cache;

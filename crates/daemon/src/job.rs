@@ -1,5 +1,6 @@
 //! One job: its description, its state, and what it uses while it copies.
 
+use std::path::PathBuf;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -17,6 +18,8 @@ pub(super) struct Job {
     pub(super) disk: String,
     /// The target, a file or a disk, as it is shown.
     pub(super) target: String,
+    /// The fleecing file.
+    pub(super) fleece: Option<PathBuf>,
     /// It is dismissed automatically when it has concluded.
     pub(super) auto_dismiss: bool,
     state: Mutex<JobState>,
@@ -62,6 +65,7 @@ impl Job {
             kind,
             disk: disk.to_owned(),
             target,
+            fleece: None,
             auto_dismiss: false,
             state: Mutex::new(state),
         }
@@ -83,6 +87,8 @@ impl Job {
             done_bytes: done.min(state.total),
             total_bytes: state.total,
             speed: state.speed,
+            fleece: self.fleece.clone(),
+            fleece_bytes: state.active.as_ref().and_then(|w| w.copy.work.stored_bytes()),
             error: state.error.clone(),
             cancelled: state.cancelled,
         }

@@ -256,6 +256,8 @@ fn the_command_line_passes_what_it_names() {
     daemon.ok(&["backup", "start", "d1", "--to", &image("backup"), "--bitmap", "b", "--wait"]);
     let increment = ["--incremental", "b", "--backing", &image("backup")];
     daemon.ok(&[&["backup", "start", "d1", "--to", &other("increment"), "--wait"], &increment[..]].concat());
+    let fleece = ["--fleece", &other("fleece"), "--wait"];
+    daemon.ok(&[&["backup", "start", "d1", "--to", &image("fleeced")], &fleece[..]].concat());
     daemon.ok(&["commit", "d1", "--wait"]);
     daemon.ok(&["export", "remove", "e1"]);
     // What cannot be opened here is for the daemon to refuse.

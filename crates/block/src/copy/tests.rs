@@ -90,14 +90,30 @@ fn fill(disk: &Arc<Disk>) {
 
 /// Copies `source` to `target` while two guests write. The queue moves meanwhile.
 fn copy_under_load(source: &Arc<Disk>, target: &Arc<Disk>, shift: u32, compress: bool) -> Arc<Copy> {
+    copy_fleeced(source, target, shift, compress, None)
+}
+
+/// [`copy_under_load`] with a fleecing file.
+fn copy_fleeced(
+    source: &Arc<Disk>,
+    target: &Arc<Disk>,
+    shift: u32,
+    compress: bool,
+    fleece: Option<Arc<Disk>>,
+) -> Arc<Copy> {
     fill(source);
     let before = contents(source);
     let todo = Bits::new(SIZE, shift).unwrap();
     todo.set(todo.all());
-    let work = Arc::new(CopyBeforeWrite::new(todo).unwrap());
+    let work = CopyBeforeWrite::new(todo).unwrap();
+    let work = Arc::new(match &fleece {
+        Some(_) => work.fleeced().unwrap(),
+        None => work,
+    });
+    source.set_fleece(fleece.clone());
     source.set_write_observers(WriteObservers { dirty: vec![], copy_before_write: Some(work.clone()) });
     let copy = Copy::new(source.clone(), target.clone(), work, std::thread::current());
-    let copy = Arc::new(copy.onto_fresh(true).compressed(compress));
+    let copy = Arc::new(copy.onto_fresh(true).compressed(compress).fleeced(fleece));
     // At first, only blocks that guests write are copied.
     copy.paused.store(true, Relaxed);
     let workers = Workers::new(50).unwrap();
@@ -163,6 +179,46 @@ fn so_it_is_when_it_is_compressed() {
 }
 
 #[test]
+fn so_it_is_with_a_fleecing_file() {
+    for parent in ["/dev/shm", "/var/tmp"] {
+        let Ok(dir) = tempfile::tempdir_in(parent) else {
+            eprintln!("skipped: {parent}, which cannot be written");
+            continue;
+        };
+        for (i, compress) in [false, true].into_iter().enumerate() {
+            let source = open(dir.path(), if compress { Format::Ram } else { Format::Raw }, &format!("s{i}"));
+            let target = open(dir.path(), Format::Qcow2, &format!("t{i}"));
+            let fleece = open(dir.path(), Format::Raw, &format!("f{i}"));
+            let shift = if compress { 16 } else { 12 };
+            let copy = copy_fleeced(&source, &target, shift, compress, Some(fleece.clone()));
+            assert!(copy.failure().is_none(), "{:?}", copy.failure());
+            assert_eq!(copy.done.load(Relaxed), SIZE);
+            assert!(copy.work.stores() > 0, "nothing was stored in the file");
+            assert_eq!((copy.work.stored_bytes(), copy.old_data_writes.load(Relaxed)), (Some(0), 0));
+            assert!(contents(&fleece).iter().all(|b| *b == 0), "its space is freed");
+        }
+    }
+}
+
+#[test]
+fn a_fleecing_file_that_fails_ends_the_copy_and_no_guest() {
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let (source, target) = (open(dir.path(), Format::Ram, "s"), open(dir.path(), Format::Qcow2, "t"));
+    drop(open(dir.path(), Format::Raw, "f"));
+    let spec = DiskSpec {
+        name: "f".to_owned(),
+        file: Some(dir.path().join("f")),
+        readonly: true,
+        locking: false,
+        ..DiskSpec::default()
+    };
+    let copy = copy_fleeced(&source, &target, 12, false, Some(Disk::open(&spec).unwrap()));
+    let (side, _, e) = copy.failure().expect("it failed");
+    assert_eq!((side, e.raw_os_error()), (Side::Fleece, Some(libc::EBADF)));
+    assert!(copy.work.has_ended().is_some_and(|errno| errno < 0));
+}
+
+#[test]
 fn a_target_that_fails_ends_the_copy_and_no_guest() {
     let dir = tempfile::tempdir_in("/var/tmp").unwrap();
     let source = open(dir.path(), Format::Ram, "s");
@@ -180,17 +236,6 @@ fn a_target_that_fails_ends_the_copy_and_no_guest() {
     let (side, _, e) = copy.failure().expect("it failed");
     assert_eq!((side, e.raw_os_error()), (Side::Target, Some(libc::EBADF)));
     assert_eq!(copy.work.has_ended(), Some(0));
-}
-
-#[test]
-fn zeroes_are_told_from_others() {
-    let mut bytes = vec![0; 4096 + 7];
-    assert!(is_zero(&bytes) && is_zero(&bytes[3..]) && is_zero(&[]));
-    for at in [0, 1, 511, 512, 4095, 4102] {
-        bytes[at] = 1;
-        assert!(!is_zero(&bytes), "{at}");
-        bytes[at] = 0;
-    }
 }
 
 #[test]

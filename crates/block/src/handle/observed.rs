@@ -4,6 +4,7 @@ use qcow2::Waker;
 use vshunt_engine::{Token, Uring};
 
 use super::DiskHandle;
+use crate::bounce::is_zero;
 use crate::copy_before_write::{CopyBeforeWrite, Next};
 use crate::write_observers::WriteObservers;
 use crate::{Io, Op, Step};
@@ -45,14 +46,25 @@ impl DiskHandle {
         let copy = observers.copy_before_write.as_ref().expect("observers of a handle do not change");
         let mut state = io.state.copy_before_write.take().expect(STARTED);
         // Without a buffer the completion is a wake-up.
-        let step = state.old.is_some().then(|| self.advance(uring, &mut state.inner, token, res));
+        let step = match &self.fleece {
+            _ if state.old.is_none() => None,
+            Some(fleece) if state.stores => Some(fleece.resume(uring, &mut state.inner, token, res)),
+            _ => Some(self.advance(uring, &mut state.inner, token, res)),
+        };
+        let stores = state.stores;
         io.state.copy_before_write = Some(state);
+        let step = match step {
+            Some(Step::Done(res)) if stores => {
+                self.has_stored(copy, uring, io, res);
+                None
+            }
+            Some(Step::Done(res)) => Some(self.has_read(copy, uring, io, token, res)),
+            step => step,
+        };
         match step {
-            Some(Step::Wait) => return Step::Wait,
-            Some(Step::Done(res)) => self.has_read(copy, uring, io, res),
-            None => {}
+            Some(Step::Wait) => Step::Wait,
+            _ => self.read_old_data(copy, uring, io, token),
         }
-        self.read_old_data(copy, uring, io, token)
     }
 
     /// Reads what a write replaces, then starts the write.
@@ -81,22 +93,66 @@ impl DiskHandle {
                     io.state.copy_before_write = Some(state);
                     match step {
                         Step::Wait => return Step::Wait,
-                        Step::Done(res) => self.has_read(copy, uring, io, res),
+                        Step::Done(res) => match self.has_read(copy, uring, io, token, res) {
+                            Step::Wait => return Step::Wait,
+                            Step::Done(_) => {}
+                        },
                     }
                 }
             }
         }
     }
 
-    /// Hands the old data over after its read completed with `res`.
-    fn has_read(&self, copy: &CopyBeforeWrite, uring: &mut Uring, io: &mut Io, res: i32) {
+    /// Hands the old data over after its read completed with `res`, or begins to store it in the
+    /// fleecing file.
+    fn has_read(
+        &self,
+        copy: &CopyBeforeWrite,
+        uring: &mut Uring,
+        io: &mut Io,
+        token: Token,
+        res: i32,
+    ) -> Step {
         let state = io.state.copy_before_write.as_mut().expect(STARTED);
         state.inner.request.iov.clear();
-        let old = state.old.take().expect("the read has a buffer");
-        let mut wake = |w: Waker| uring.wake(w.who, w.token);
+        let mut old = state.old.take().expect("the read has a buffer");
+        let wake = &mut |w: Waker| uring.wake(w.who, w.token);
+        match (res, &self.fleece) {
+            (errno @ ..0, _) => copy.read_failed(old, errno, wake),
+            (0.., Some(fleece)) if copy.has_ended().is_none() => {
+                if is_zero(old.contents()) {
+                    // The file is new, so it reads as zeroes there.
+                    copy.stored(old, wake);
+                    return Step::Done(0);
+                }
+                let mut state = io.state.copy_before_write.take().expect(STARTED);
+                state.inner.reset(Op::Write, old.offset(), false);
+                let bytes = old.contents();
+                // SAFETY: `old` owns the buffer. It stays in the boxed state, beside `inner`, until
+                // the write is complete, and nothing else refers to it.
+                unsafe { state.inner.push(bytes.as_mut_ptr(), bytes.len()) };
+                (state.old, state.stores) = (Some(old), true);
+                let step = fleece.start(uring, &mut state.inner, token);
+                io.state.copy_before_write = Some(state);
+                match step {
+                    Step::Wait => return Step::Wait,
+                    Step::Done(res) => self.has_stored(copy, uring, io, res),
+                }
+            }
+            (0.., _) => copy.read(old, wake),
+        }
+        Step::Done(0)
+    }
+
+    /// Continues after old data was written to the fleecing file, with the result `res`.
+    fn has_stored(&self, copy: &CopyBeforeWrite, uring: &mut Uring, io: &mut Io, res: i32) {
+        let state = io.state.copy_before_write.as_mut().expect(STARTED);
+        state.stores = false;
+        let old = state.old.take().expect("the write has a buffer");
+        let wake = &mut |w: Waker| uring.wake(w.who, w.token);
         match res {
-            0.. => copy.read(old, &mut wake),
-            errno => copy.read_failed(old, errno, &mut wake),
+            0.. => copy.stored(old, wake),
+            errno => copy.store_failed(old, errno, wake),
         }
     }
 }

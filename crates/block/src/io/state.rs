@@ -82,11 +82,13 @@ pub(crate) struct Qcow2State {
 /// A write that first reads the data that it replaces.
 #[derive(Default)]
 pub(crate) struct CopyBeforeWriteState {
-    /// The read.
+    /// The read, or the write to the fleecing file.
     pub(crate) inner: Io,
-    /// The buffer of the read. None while the write waits for another read.
+    /// The buffer of `inner`. None while the write waits for another write.
     pub(crate) old: Option<OldData>,
-    /// The read or the wait is in flight: a completion with the request's token belongs to it, not
+    /// `inner` is the write to the fleecing file.
+    pub(crate) stores: bool,
+    /// `inner` or the wait is in flight: a completion with the request's token belongs to it, not
     /// to the write.
     pub(crate) active: bool,
 }

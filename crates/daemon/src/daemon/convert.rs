@@ -78,7 +78,7 @@ impl ToConvert {
             Some((Side::Source, at, e)) => {
                 return Err(Error::io(format_args!("{from} cannot be read at byte {at}"), e));
             }
-            Some((Side::Target, at, e)) => {
+            Some((Side::Target | Side::Fleece, at, e)) => {
                 return Err(Error::io(format_args!("{to_name} cannot be written at byte {at}"), e));
             }
             None => {}

@@ -3,6 +3,7 @@
 
 mod backup;
 mod commit;
+mod fleece;
 mod run;
 mod share;
 mod target;

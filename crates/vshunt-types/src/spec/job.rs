@@ -67,6 +67,11 @@ pub struct BackupSpec {
     /// With `incremental`: the qcow2 image of the previous backup, which becomes the backing file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backing: Option<PathBuf>,
+    /// The fleecing file: what guests overwrite waits there for the copy, so that guests do not
+    /// wait for the target. It is made for the job, may be as large as the disk, and has no name
+    /// while the job runs. A file with this name is refused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fleece: Option<PathBuf>,
     /// The speed limit in bytes per second; what guests overwrite is not limited. 0: no limit.
     /// Absent: guests keep most of their speed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -97,6 +102,12 @@ pub struct JobInfo {
     /// The speed limit in bytes per second. 0: no limit. Absent: guests keep most of their speed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub speed: Option<u64>,
+    /// The fleecing file, which has no name while the job runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fleece: Option<PathBuf>,
+    /// Bytes in the fleecing file now. Absent if there is none, or the job is over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fleece_bytes: Option<u64>,
     /// Why it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,

@@ -55,7 +55,8 @@ fn files(spec: &BackupSpec) -> Vec<Wanted> {
         _ => Wanted::folder_of(to),
     });
     let backing = spec.backing.iter().flat_map(|file| Wanted::image(file, Format::Qcow2, false, false));
-    to.chain(backing).collect()
+    let fleece = spec.fleece.iter().flat_map(|file| Wanted::folder_of(file));
+    to.chain(backing).chain(fleece).collect()
 }
 
 fn spec(args: BackupArgs) -> Outcome<BackupSpec> {
@@ -78,6 +79,7 @@ fn spec(args: BackupArgs) -> Outcome<BackupSpec> {
         bitmap: args.bitmap,
         incremental: args.incremental,
         backing: absolute(args.backing)?,
+        fleece: absolute(args.fleece)?,
         speed: args.speed.and_then(Speed::limit),
     })
 }

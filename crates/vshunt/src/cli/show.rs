@@ -349,7 +349,10 @@ pub(crate) fn jobs(jobs: &[JobInfo]) -> String {
                 size(j.done_bytes),
                 size(j.total_bytes),
                 speed,
-                j.target.clone(),
+                match (&j.fleece, j.fleece_bytes) {
+                    (Some(file), Some(n)) => format!("{}, {} in {}", j.target, size(n), file.display()),
+                    _ => j.target.clone(),
+                },
                 or_dash(j.error.clone().unwrap_or_default()),
             ]
         }),

@@ -8,6 +8,7 @@ use vshunt_block::{Bitmap, Bits, CopyBeforeWrite, Disk, NewImage};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{BackupSpec, DiskSpec, Format, JobKind};
 
+use super::fleece;
 use super::run::CopyPlan;
 use super::target::TargetFile;
 use crate::daemon::Daemon;
@@ -71,15 +72,18 @@ impl Daemon {
             }
         }
         let id = self.state().job_name(spec.job.as_deref(), "backup")?;
+        let size = entry.disk.size_bytes();
+        let fleece = spec.fleece.as_deref().map(|path| fleece::open(path, size, &id)).transpose()?;
         let target = self.target(spec, &id, &entry)?;
         let shown = match (&spec.to, &spec.target) {
             (Some(path), _) => path.display().to_string(),
             (None, name) => format!("disk {}", name.as_deref().unwrap_or_default()),
         };
         let mut job = Job::new(&id, JobKind::Backup, &spec.disk, shown, spec.speed);
+        job.fleece.clone_from(&spec.fleece);
         job.auto_dismiss = auto_dismiss;
         let job = Arc::new(job);
-        self.start_job(spec, &job, &entry, writer, target).map(|()| id)
+        self.start_job(spec, &job, &entry, writer, (target, fleece)).map(|()| id)
     }
 
     /// Freezes the point in time, and starts the thread of the job.
@@ -89,13 +93,13 @@ impl Daemon {
         job: &Arc<Job>,
         entry: &Arc<DiskEntry>,
         writer: Option<Arc<Export>>,
-        target: Target,
+        (target, fleece): (Target, Option<Arc<Disk>>),
     ) -> Result<()> {
         let ready = self.job_thread(&job.id).and_then(|thread| {
             if let Some(name) = &spec.bitmap {
                 self.place_bitmap(entry, name, 1 << CLUSTER_SHIFT, None)?;
             }
-            let (work, started) = self.freeze(spec, job, entry, writer)?;
+            let (work, started) = self.freeze(spec, job, entry, writer, fleece.as_ref())?;
             Ok((thread, work, started))
         });
         let (thread, work, started) = match ready {
@@ -106,15 +110,16 @@ impl Daemon {
             }
         };
         let (source, to, for_cleanup) = (entry.disk.clone(), target.disk.clone(), work.clone());
-        let (compress, fresh) = (spec.compress, target.fresh);
+        let (compress, fresh, fleece_for_copy) = (spec.compress, target.fresh, fleece.clone());
         let plan = CopyPlan {
             entry: Some(entry.clone()),
             copy: Box::new(move |owner| {
-                Copy::new(source, to, work, owner).onto_fresh(fresh).compressed(compress)
+                let copy = Copy::new(source, to, work, owner).fleeced(fleece_for_copy);
+                copy.onto_fresh(fresh).compressed(compress)
             }),
         };
         // The job owns the target, so that it is closed when the job cleanup.
-        let cleanup = Cleanup { entry: entry.clone(), work: for_cleanup, started, target };
+        let cleanup = Cleanup { entry: entry.clone(), work: for_cleanup, started, target, fleece };
         // Before the caller can change the job.
         self.tell_status(job);
         let job = job.clone();
@@ -135,17 +140,22 @@ impl Daemon {
         job: &Arc<Job>,
         entry: &Arc<DiskEntry>,
         writer: Option<Arc<Export>>,
+        fleece: Option<&Arc<Disk>>,
     ) -> Result<(Arc<CopyBeforeWrite>, Option<StartedBitmap>)> {
         let no_memory =
             || Error::limit(format!("no memory for the map of what is copied of disk {}", spec.disk));
         let size = entry.disk.size_bytes();
         let todo = Bits::new(size, shift(spec, size)).ok_or_else(no_memory)?;
-        let work = CopyBeforeWrite::new(todo).map_err(|e| Error::io("a job cannot be set up", e))?;
-        let work = Arc::new(work);
+        let work = CopyBeforeWrite::new(todo).and_then(|work| match fleece {
+            Some(_) => work.fleeced(),
+            None => Ok(work),
+        });
+        let work = Arc::new(work.map_err(|e| Error::io("a job cannot be set up", e))?);
         self.state().enter(job.clone())?;
         let frozen = at_rest(writer.as_ref(), || {
             // The observers of writes can be changed now: nothing is in flight.
             let started = start_bitmap(spec, entry, &job.id)?;
+            entry.disk.set_fleece(fleece.cloned());
             match started.as_ref().filter(|_| spec.incremental.is_some()) {
                 Some(StartedBitmap { old: Some(old), .. }) => work.todo().add(old),
                 _ => work.todo().set(work.todo().all()),
@@ -265,13 +275,15 @@ struct Cleanup {
     work: Arc<CopyBeforeWrite>,
     started: Option<StartedBitmap>,
     target: Target,
+    /// Closed last, on the thread of the job: to free the space of a large file takes time.
+    fleece: Option<Arc<Disk>>,
 }
 
 impl Cleanup {
     /// Makes the target stable, and releases all that the job had.
     fn end(self, daemon: &Daemon, copied: Result<()>) -> Result<()> {
         let result = copied.and_then(|()| self.make_stable());
-        let Self { entry, work, started, target } = self;
+        let Self { entry, work, started, target, fleece: _fleece } = self;
         if result.is_err() {
             // The queue may never have run. No write may wait for it.
             work.end_now();
@@ -291,6 +303,10 @@ impl Cleanup {
 
     /// Makes the target stable.
     fn make_stable(&self) -> Result<()> {
+        if let Some(file) = &self.fleece {
+            // Old data that was read back may be wrong if its write-back failed.
+            file.sync().map_err(|e| Error::io("the fleecing file cannot be written", e))?;
+        }
         let target = &self.target;
         let synced = target.disk.sync().and_then(|()| target.disk.sync());
         synced.map_err(|e| Error::io("the backup cannot be made stable", e))
@@ -313,6 +329,7 @@ fn release_source(daemon: &Daemon, entry: &Arc<DiskEntry>, started: Option<Start
         bitmap.state().job = None;
     }
     entry.watched.release();
+    entry.disk.set_fleece(None);
     let exports = daemon.state().exports_of(entry).unwrap_or_default();
     let writer = exports.iter().find(|e| !e.readonly);
     if let Err(e) = at_rest(writer, || entry.watch()) {

@@ -1,5 +1,6 @@
 //! The thread of a job. It starts the copying queue, limits its speed, and waits for its end.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::*;
 use std::sync::mpsc::{Sender, channel};
@@ -25,6 +26,18 @@ pub(super) struct CopyPlan {
     /// The disk whose guests keep most of their speed. None: guests wait for the copy.
     pub(super) entry: Option<Arc<DiskEntry>>,
     pub(super) copy: Box<dyn FnOnce(Thread) -> Copy + Send>,
+}
+
+/// Returns the error of a job whose fleecing file cannot be written or read.
+fn fleece_failed(job: &Job, e: std::io::Error) -> Error {
+    let file = job.fleece.as_deref().unwrap_or(Path::new("")).display();
+    match e.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT) => Error::limit(format!(
+            "the fleecing file {file} cannot keep what guests overwrite: {e}; choose a file system with more space \
+             (--fleece), which may take as much as the disk"
+        )),
+        _ => Error::io(format_args!("the fleecing file {file} cannot be used"), e),
+    }
 }
 
 /// The body of a job, which runs on its thread.
@@ -85,6 +98,7 @@ impl Daemon {
             Some((Side::Source, at, e)) => {
                 Err(Error::io(format_args!("disk {} cannot be read at byte {at}", job.disk), e))
             }
+            Some((Side::Fleece, _, e)) => Err(fleece_failed(job, e)),
             Some((Side::Target, at, e)) => {
                 Err(Error::io(format_args!("{} cannot be written at byte {at}", job.target), e))
             }
@@ -105,8 +119,9 @@ impl Daemon {
             std::thread::park_timeout(tick.saturating_sub(last.elapsed()));
             let now = Instant::now();
             // Progress that writes of guests may wait for.
-            if copy.done.load(Relaxed) != done || copy.work.held_up() == 0 {
-                (done, moved) = (copy.done.load(Relaxed), now);
+            let progress = copy.done.load(Relaxed) + copy.work.stores();
+            if progress != done || copy.work.held_up() == 0 {
+                (done, moved) = (progress, now);
             } else if now - moved > STALL {
                 stalled = true;
                 copy.stop.store(true, Relaxed);

@@ -116,6 +116,11 @@ pub(crate) struct BackupArgs {
     /// The previous backup, which becomes the backing file of an incremental one (qcow2)
     #[arg(long, value_name = "FILE", requires = "incremental")]
     pub(crate) backing: Option<PathBuf>,
+    /// Keep what guests overwrite in this new file until it is copied, so that guests do not wait
+    /// for the target; it belongs on fast storage, has no name while the job runs, and may become
+    /// as large as the disk
+    #[arg(long, value_name = "FILE")]
+    pub(crate) fleece: Option<PathBuf>,
     /// Speed limit in bytes per second, for example 100M; max: no limit; shared: guests keep most
     /// of their speed, which is the default
     #[arg(long, value_parser = speed)]

@@ -22,6 +22,7 @@ pub(crate) fn backup_start(context: &Context, arguments: Arguments) -> Answer {
     let mut spec: BackupSpec = arguments.read()?;
     spec.to = spec.to.map(|to| context.fdsets.resolve(to, true)).transpose()?;
     spec.backing = spec.backing.map(|backing| context.fdsets.resolve(backing, false)).transpose()?;
+    spec.fleece = spec.fleece.map(|file| context.fdsets.resolve(file, true)).transpose()?;
     Ok(json!({ "job": context.daemon.backup_start(&spec, false)? }))
 }
 

@@ -58,7 +58,7 @@ pub(crate) const COMMANDS: &[Command] = &[
         "Starts a job that copies a disk as it is at one point in time. The point lies before the answer. See backup.md.",
         jobs::backup_start,
     )
-    .takes("disk to|target [format overwrite compress bitmap incremental backing speed job]", "BackupSpec")
+    .takes("disk to|target [format overwrite compress bitmap incremental backing fleece speed job]", "BackupSpec")
     .returns("`job`: the name of the job"),
     command(
         "balance-set",

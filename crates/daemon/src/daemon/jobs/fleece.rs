@@ -1,0 +1,47 @@
+//! The fleecing file of a backup: made for the job, and without a name once it is open. So it ends
+//! with the job, or with the daemon.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use vshunt_block::{Disk, own_mounts};
+use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{Direct, DiskSpec, Format};
+
+/// Makes a sparse file as large as a disk of `size` bytes, opens it, and removes its name.
+///
+/// # Errors
+/// `Exists` if there is a file with this name, which is never overwritten. The system's.
+pub(super) fn open(path: &Path, size: u64, job: &str) -> Result<Arc<Disk>> {
+    let shown = path.display();
+    own_mounts::check(path)?;
+    let mut create = OpenOptions::new();
+    let file = create.read(true).write(true).create_new(true).mode(0o600).open(path).map_err(|e| match e.kind() {
+        io::ErrorKind::AlreadyExists => Error::exists(format!(
+            "{shown} is there already, and a fleecing file (--fleece) has to be new: choose another name, or remove it"
+        )),
+        _ => Error::io(format_args!("cannot make the fleecing file {shown}"), e),
+    })?;
+    let sized = file.set_len(size.next_multiple_of(4096));
+    drop(file);
+    let spec = DiskSpec {
+        name: format!("the fleecing file of job {job}"),
+        format: Some(Format::Raw),
+        file: Some(path.to_owned()),
+        // The page cache takes what guests overwrite at once, and drops it if it is copied before
+        // it is written. `Disk::sync` reports a write-back that failed.
+        direct: Direct::Off,
+        locking: true,
+        ..DiskSpec::default()
+    };
+    let opened = match sized {
+        Ok(()) => Disk::open(&spec).map_err(|e| e.context("the fleecing file cannot be used")),
+        Err(e) => Err(Error::io(format_args!("the fleecing file {shown} cannot be as large as the disk"), e)),
+    };
+    let removed = std::fs::remove_file(path)
+        .map_err(|e| Error::io(format_args!("cannot remove the name of the fleecing file {shown}"), e));
+    opened.and_then(|disk| removed.map(|()| disk))
+}
