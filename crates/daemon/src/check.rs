@@ -13,7 +13,7 @@ use vshunt_net::switch;
 use vshunt_tap as tap;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{
-    BalanceMode, DiskSpec, Engine, ExportKind, ExportSpec, LimitsSpec, NetKind, NetSpec, VLAN_MAX,
+    BalanceMode, DiskSpec, Engine, ExportKind, ExportSpec, LimitKind, LimitsSpec, NetKind, NetSpec, VLAN_MAX,
     WorkerKind, WorkerSpec, Workers as Spread,
 };
 use vshunt_vhost_user::blk::SERIAL_MAX;
@@ -119,7 +119,7 @@ impl Check for ExportSpec {
         }
         check_port(self)?;
         if let Some(limits) = &self.limits {
-            check_limits(&self.name, limits)?;
+            check_limits(&self.name, self.kind.limits(), limits)?;
             if self.engine == Some(Engine::Kernel) {
                 return wrong("the kernel has no limits; leave out engine=kernel, or the limits".to_owned());
             }
@@ -216,12 +216,13 @@ fn check_port(spec: &ExportSpec) -> Result<()> {
     }
 }
 
-/// Checks the limits of an export.
+/// Checks the limits of an export. `kind`: what it serves, if that is known.
 ///
 /// # Errors
-/// A limit is out of range, or the name of the group is not usable.
-pub fn check_limits(export: &str, limits: &LimitsSpec) -> Result<()> {
-    limits.check().map_err(|why| Error::invalid(format!("export {export}: {why}")))?;
+/// A limit is out of range or of another kind of export, or the name of the group is not usable.
+pub fn check_limits(export: &str, kind: Option<LimitKind>, limits: &LimitsSpec) -> Result<()> {
+    let of_kind = kind.map_or(Ok(()), |kind| limits.check_kind(kind));
+    of_kind.and(limits.check()).map_err(|why| Error::invalid(format!("export {export}: {why}")))?;
     limits.group.as_deref().map_or(Ok(()), |group| check_name("group", group))
 }
 
@@ -335,7 +336,7 @@ fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool
         ("mode", &[VhostUserBlk, VhostUserNet], spec.mode.is_some()),
         ("engine", &[VhostUserBlk, VhostUserNet], spec.engine.is_some()),
         ("memory-may-block", &[VhostUserBlk, VhostUserNet], spec.memory_may_block.is_some()),
-        ("limits", &[VhostUserBlk, Fuse], spec.limits.is_some()),
+        ("limits", &[VhostUserBlk, VhostUserNet, Fuse], spec.limits.is_some()),
         ("latency", &[VhostUserBlk, Fuse], spec.latency.is_some()),
         ("balance", &[VhostUserBlk, VhostUserNet, Uplink], spec.balance.is_some()),
         ("serial", &[VhostUserBlk], spec.serial.is_some()),

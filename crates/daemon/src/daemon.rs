@@ -345,9 +345,9 @@ impl Daemon {
         let observer = ExportObserver { name: name.clone(), daemon: self.this.clone() };
         // Before the first request can come.
         let balance = spec.balance.or((spec.workers == Spread::Auto).then_some(BalanceMode::Auto));
-        let limits = spec.limits.clone();
+        let (kind, limits) = (spec.kind, spec.limits.clone());
         let cell = Arc::<LimitCell>::default();
-        let limited = limits.map_or(Ok(()), |limits| self.limits.set(&name, &cell, &limits));
+        let limited = limits.map_or(Ok(()), |limits| self.limits.set(&name, kind, &cell, &limits));
         let made = limited
             .and_then(|()| Export::create(spec, backend, &self.workers, Arc::new(observer), prepare, cell));
         match &made {

@@ -230,9 +230,9 @@ impl Export {
     /// Checks that its requests can be limited.
     pub(super) fn check_limitable(&self) -> Result<()> {
         let name = &self.spec.name;
-        if !matches!(self.spec.kind, ExportKind::VhostUserBlk | ExportKind::Fuse) {
+        if self.spec.kind.limits().is_none() {
             return Err(Error::unsupported(format!(
-                "export {name} is not of a disk; only those can have limits"
+                "export {name} is an uplink, which has no limits; limit the exports that join its switch"
             )));
         }
         match &*self.served() {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use vshunt_engine::{LimitCell, LimitGroup, LimitMember, LimitRate, LimitRateSet, LimitRates};
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{Burst, LimitsSpec};
+use vshunt_types::spec::{Burst, ExportKind, LimitKind, LimitsSpec};
 use vshunt_types::sync::Locked;
 
 use crate::check::MAX_QUEUES;
@@ -29,6 +29,8 @@ enum Key {
 }
 
 struct Group {
+    /// What its members serve. Operations of disks and packets of networks have no common limits.
+    kind: Option<LimitKind>,
     /// The limits, without the name of the group.
     spec: LimitsSpec,
     /// The members by the names of their exports.
@@ -50,27 +52,43 @@ impl LimitGroups {
     /// joined as it is.
     ///
     /// # Errors
-    /// Such a group does not exist.
-    pub(crate) fn set(&self, export: &str, cell: &Arc<LimitCell>, spec: &LimitsSpec) -> Result<()> {
+    /// Such a group does not exist, or is of another kind.
+    pub(crate) fn set(
+        &self,
+        export: &str,
+        kind: ExportKind,
+        cell: &Arc<LimitCell>,
+        spec: &LimitsSpec,
+    ) -> Result<()> {
         let mut groups = self.groups.locked();
+        let kind = kind.limits();
         let key = match &spec.group {
             Some(name) => Key::Named(name.clone()),
             None => Key::Own(export.to_owned()),
         };
+        if let (Key::Named(name), Some(of)) = (&key, groups.get(&key).and_then(|group| group.kind))
+            && kind != Some(of)
+        {
+            return Err(Error::invalid(format!(
+                "export {export}: group {name} is of {}; give another name for a group (--group)",
+                of.plural()
+            )));
+        }
         let known = groups.get(&key).map(|group| group.spec.clone());
         let limits = match known {
             Some(known) if spec.is_empty() => known,
             None if spec.is_empty() => {
                 let name = spec.group.as_deref().unwrap_or_default();
                 return Err(Error::not_found(format!(
-                    "export {export}: there is no group {name} of limits; give its limits, too (--iops, --bps)"
+                    "export {export}: there is no group {name} of limits; give its limits, too ({}, --bps)",
+                    if kind == Some(LimitKind::Network) { "--pps" } else { "--iops" }
                 )));
             }
             _ => LimitsSpec { group: None, ..spec.clone() },
         };
         Self::leave(&mut groups, export, Some(&key));
-        let group =
-            groups.entry(key).or_insert_with(|| Group { spec: limits.clone(), members: BTreeMap::new() });
+        let new = || Group { kind, spec: limits.clone(), members: BTreeMap::new() };
+        let group = groups.entry(key).or_insert_with(new);
         group.spec = limits;
         group.members.insert(export.to_owned(), cell.clone());
         group.apply();
@@ -112,7 +130,8 @@ impl LimitGroups {
     }
 }
 
-/// Returns limits as the engine has them.
+/// Returns limits as the engine has them: what the guest receives is read, and what it sends is
+/// written. A group has limits of one kind.
 fn rates(spec: &LimitsSpec) -> LimitRates {
     let rate = |average: Option<u64>, burst: Option<Burst>| {
         average.map(|average| LimitRate {
@@ -123,22 +142,24 @@ fn rates(spec: &LimitsSpec) -> LimitRates {
     };
     LimitRates {
         operations: LimitRateSet {
-            total: rate(spec.iops, spec.burst_iops),
-            read: rate(spec.iops_read, spec.burst_iops_read),
-            write: rate(spec.iops_write, spec.burst_iops_write),
+            total: rate(spec.iops.or(spec.pps), spec.burst_iops.or(spec.burst_pps)),
+            read: rate(spec.iops_read.or(spec.pps_rx), spec.burst_iops_read.or(spec.burst_pps_rx)),
+            write: rate(spec.iops_write.or(spec.pps_tx), spec.burst_iops_write.or(spec.burst_pps_tx)),
         },
         bytes: LimitRateSet {
             total: rate(spec.bps, spec.burst_bps),
-            read: rate(spec.bps_read, spec.burst_bps_read),
-            write: rate(spec.bps_write, spec.burst_bps_write),
+            read: rate(spec.bps_read.or(spec.bps_rx), spec.burst_bps_read.or(spec.burst_bps_rx)),
+            write: rate(spec.bps_write.or(spec.bps_tx), spec.burst_bps_write.or(spec.burst_bps_tx)),
         },
-        operation_bytes: spec.iops_size.unwrap_or(0),
+        operation_bytes: spec.iops_size.or(spec.pps_size).unwrap_or(0),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const DISK: ExportKind = ExportKind::VhostUserBlk;
 
     fn limits(iops: Option<u64>, group: Option<&str>) -> LimitsSpec {
         LimitsSpec { iops, group: group.map(str::to_owned), ..LimitsSpec::default() }
@@ -147,23 +168,38 @@ mod tests {
     #[test]
     fn a_group_has_the_limits_that_a_member_was_given_last() {
         let (groups, cell) = (LimitGroups::default(), Arc::new(LimitCell::default()));
-        let error = groups.set("a", &cell, &limits(None, Some("g"))).unwrap_err();
+        let error = groups.set("a", DISK, &cell, &limits(None, Some("g"))).unwrap_err();
         assert!(error.to_string().contains("no group g"), "{error}");
-        groups.set("a", &cell, &limits(Some(5), Some("g"))).unwrap();
-        groups.set("b", &cell, &limits(None, Some("g"))).unwrap();
+        groups.set("a", DISK, &cell, &limits(Some(5), Some("g"))).unwrap();
+        groups.set("b", DISK, &cell, &limits(None, Some("g"))).unwrap();
         assert_eq!(groups.of("b"), Some(limits(Some(5), Some("g"))));
-        groups.set("b", &cell, &limits(Some(7), Some("g"))).unwrap();
+        groups.set("b", DISK, &cell, &limits(Some(7), Some("g"))).unwrap();
         assert_eq!(groups.of("a"), Some(limits(Some(7), Some("g"))));
-        groups.set("a", &cell, &limits(Some(9), None)).unwrap();
+        groups.set("a", DISK, &cell, &limits(Some(9), None)).unwrap();
         assert_eq!(groups.of("a"), Some(limits(Some(9), None)));
         assert_eq!(groups.of("b"), Some(limits(Some(7), Some("g"))));
         groups.lift("b");
         assert_eq!(groups.of("b"), None);
-        groups.set("b", &cell, &limits(None, Some("g"))).unwrap_err();
+        groups.set("b", DISK, &cell, &limits(None, Some("g"))).unwrap_err();
         // An export of the name of a group is not that group.
-        groups.set("c", &cell, &limits(None, Some("a"))).unwrap_err();
+        groups.set("c", DISK, &cell, &limits(None, Some("a"))).unwrap_err();
         groups.lift("a");
         groups.lift("a");
         assert!(groups.groups.locked().is_empty());
+    }
+
+    #[test]
+    fn a_group_is_of_disks_or_of_networks() {
+        let (groups, cell) = (LimitGroups::default(), Arc::new(LimitCell::default()));
+        let limits = LimitsSpec { bps: Some(5), group: Some("g".to_owned()), ..LimitsSpec::default() };
+        let net = ExportKind::VhostUserNet;
+        groups.set("n", net, &cell, &limits).unwrap();
+        for spec in [&limits, &LimitsSpec { bps: None, ..limits.clone() }] {
+            groups.set("m", net, &cell, spec).unwrap();
+            let error = groups.set("d", DISK, &cell, spec).unwrap_err();
+            assert!(error.to_string().contains("group g is of networks"), "{error}");
+        }
+        // An export may have limits of its own, whatever the groups are called.
+        groups.set("g", DISK, &cell, &LimitsSpec { group: None, ..limits }).unwrap();
     }
 }

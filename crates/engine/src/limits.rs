@@ -1,4 +1,5 @@
-//! Limits of operations and bytes per second, for queues of one export or of a group of exports.
+//! Limits of operations and bytes per second, for queues of one export or of a group of exports. An
+//! operation is a request of a disk, or a packet of a network.
 //!
 //! A [`LimitGroup`] has one bucket for each rate. Each export that shares the group is a
 //! [`LimitMember`], and each of its queues asks through a [`LimitGate`] before it starts a request.
@@ -68,9 +69,9 @@ fn now() -> Ticks {
 /// The direction of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// The guest reads.
+    /// The guest reads, or receives a packet.
     Read,
-    /// The guest writes, discards or writes zeroes.
+    /// The guest writes, discards or writes zeroes, or sends a packet.
     Write,
 }
 

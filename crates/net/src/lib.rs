@@ -56,6 +56,7 @@ mod counters;
 mod frames;
 pub mod negotiated;
 mod net_virtqueue;
+mod pair_limits;
 mod pair_rings;
 mod rx_buffers;
 mod rx_poll;
@@ -66,4 +67,5 @@ pub mod tap_pair;
 
 pub use counters::NetStats;
 pub use frames::PAIR_RINGS;
+pub use pair_limits::PairLimits;
 pub use switch::Switch;

@@ -1,15 +1,18 @@
 //! The two virtqueues of a pair, with everything that does not depend on the network behind them.
 
-use vshunt_engine::{Token, Uring};
+use vshunt_engine::{QueueStats, Token, Uring};
 use vshunt_virtqueue::Vring;
 
 use crate::frames::Direction;
 use crate::net_virtqueue::NetVirtqueue;
+use crate::pair_limits::PairLimits;
 
 /// Operations of a token. The operations of a pair itself start at [`OP_OWN`].
 const OP_RX_KICK: u8 = 1;
 const OP_TX_KICK: u8 = 2;
-pub(crate) const OP_OWN: u8 = 3;
+const OP_RX_LIMIT: u8 = 3;
+const OP_TX_LIMIT: u8 = 4;
+pub(crate) const OP_OWN: u8 = 5;
 
 /// One direction of a pair.
 pub(crate) trait PairSide {
@@ -24,20 +27,22 @@ pub(crate) trait PairSide {
 pub(crate) struct PairRings<R, T> {
     pub(crate) rx: Option<R>,
     pub(crate) tx: Option<T>,
+    pub(crate) limits: PairLimits,
 }
 
 impl<R: PairSide, T: PairSide> PairRings<R, T> {
     /// Makes a pair without rings.
-    pub(crate) fn new() -> Self {
-        Self { rx: None, tx: None }
+    pub(crate) fn new(limits: PairLimits) -> Self {
+        Self { rx: None, tx: None, limits: limits.with_ops(OP_RX_LIMIT, OP_TX_LIMIT) }
     }
 
     /// See [`VirtqueueOwner::remove`](vshunt_virtqueue::VirtqueueOwner::remove).
     pub(crate) fn remove(&mut self, direction: Direction, discard: bool) -> (u32, bool) {
-        let base = match direction {
-            Direction::Receive => self.rx.take().map(|rx| rx.stop(discard)),
-            Direction::Transmit => self.tx.take().map(|tx| tx.stop(discard)),
+        let (gate, base) = match direction {
+            Direction::Receive => (&self.limits.rx, self.rx.take().map(|rx| rx.stop(discard))),
+            Direction::Transmit => (&self.limits.tx, self.tx.take().map(|tx| tx.stop(discard))),
         };
+        gate.withdraw();
         (base.unwrap_or(0), self.rx.is_some() || self.tx.is_some())
     }
 
@@ -73,15 +78,26 @@ impl<R: PairSide, T: PairSide> PairRings<R, T> {
         }
     }
 
-    /// Stops polling the kick descriptors.
+    /// Stops polling the kick descriptors, and ends the timers of limits.
     pub(crate) fn disarm(&mut self, uring: &mut Uring, place: Token) {
+        self.limits.disarm(uring, place);
         for (virtqueue, op) in self.virtqueues().into_iter().zip([OP_RX_KICK, OP_TX_KICK]) {
             virtqueue.into_iter().for_each(|virtqueue| virtqueue.disarm(uring, place.with(0, op)));
         }
     }
 
-    /// Handles a completion of the polls of kick descriptors.
-    pub(crate) fn kicked(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) {
+    /// Handles a completion of the polls of kick descriptors, or of a timer of limits.
+    pub(crate) fn complete(
+        &mut self,
+        uring: &mut Uring,
+        token: Token,
+        result: i32,
+        more: bool,
+        stats: &QueueStats,
+    ) {
+        if let OP_RX_LIMIT | OP_TX_LIMIT = token.op {
+            return self.limits.expired(token.op, stats);
+        }
         let [rx, tx] = self.virtqueues();
         let virtqueue = if token.op == OP_RX_KICK { rx } else { tx };
         virtqueue.into_iter().for_each(|virtqueue| virtqueue.kicked(uring, token, result, more));

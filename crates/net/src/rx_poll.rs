@@ -53,6 +53,11 @@ impl RxPoll {
             return;
         }
         self.batch = found.max(BATCH_MIN);
+        self.wait(uring, (fd, poll));
+    }
+
+    /// Waits for the next frame with a poll, even if the last batch was full.
+    pub(crate) fn wait(&mut self, uring: &mut Uring, (fd, poll): (RawFd, Token)) {
         self.ready = false;
         if !self.leaving {
             self.poll_state.start_once(uring, fd, poll);

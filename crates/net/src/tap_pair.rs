@@ -19,6 +19,7 @@ use self::tx::Tx;
 use crate::counters::NetStats;
 use crate::frames::Direction;
 use crate::net_virtqueue::NetVirtqueue;
+use crate::pair_limits::{Allowance, PairLimits};
 use crate::pair_rings::{OP_OWN, PairRings};
 use crate::rx_buffers::RxBuffers;
 use crate::tap_file::TapFile;
@@ -43,8 +44,8 @@ pub struct TapPair {
 
 impl TapPair {
     /// Makes a pair without rings.
-    pub fn new(tap: Arc<TapQueue>, stats: Arc<QueueStats>, net: Arc<NetStats>) -> Self {
-        Self { rings: PairRings::new(), tap, file: None, stats, net }
+    pub fn new(tap: Arc<TapQueue>, limits: PairLimits, stats: Arc<QueueStats>, net: Arc<NetStats>) -> Self {
+        Self { rings: PairRings::new(limits), tap, file: None, stats, net }
     }
 
     fn poll(&self, place: Token) -> (RawFd, Token) {
@@ -110,12 +111,16 @@ impl Queue for TapPair {
 
     fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
         let Some(file) = self.file else { return 0 };
+        let PairRings { rx, tx, limits } = &mut self.rings;
+        let (to_guest, from_guest) = limits.begin();
         let mut taken = 0;
-        if let Some(rx) = &mut self.rings.rx {
-            taken += rx.take(uring, file, place.with(0, OP_READ), budget);
+        if let Some(rx) = rx {
+            taken += rx.take(uring, file, place.with(0, OP_READ), budget, to_guest);
         }
-        if let Some(tx) = &mut self.rings.tx {
-            taken += tx.take(uring, file, place.with(0, OP_WRITE), budget);
+        if let Some(tx) = tx
+            && !matches!(from_guest, Allowance::Nothing)
+        {
+            taken += tx.take(uring, file, place.with(0, OP_WRITE), budget, from_guest);
         }
         self.flight_changed();
         taken
@@ -123,15 +128,16 @@ impl Queue for TapPair {
 
     fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32 {
         let poll = self.poll(token);
-        let done = match (token.op, &mut self.rings.rx, &mut self.rings.tx) {
-            (OP_READ, Some(rx), _) => rx.complete(uring, token.slot, poll, result),
+        let PairRings { rx, tx, limits } = &mut self.rings;
+        let done = match (token.op, rx, tx) {
+            (OP_READ, Some(rx), _) => rx.complete(uring, token.slot, poll, result, &limits.rx),
             (OP_WRITE, _, Some(tx)) => tx.complete(token.slot, result),
             (OP_POLL, Some(rx), _) => {
                 rx.rx_poll.polled(uring, poll, result);
                 0
             }
             _ => {
-                self.rings.kicked(uring, token, result, more);
+                self.rings.complete(uring, token, result, more, &self.stats);
                 0
             }
         };
@@ -144,7 +150,9 @@ impl Queue for TapPair {
     }
 
     fn has_work(&self) -> bool {
-        self.rings.rx.as_ref().is_some_and(Rx::has_work) || self.rings.tx.as_ref().is_some_and(Tx::has_work)
+        let PairRings { rx, tx, limits } = &self.rings;
+        rx.as_ref().is_some_and(|rx| rx.has_work(limits.rx.is_held()))
+            || tx.as_ref().is_some_and(|tx| !limits.tx.is_held() && tx.has_work())
     }
 
     fn wake(&mut self) {
@@ -152,9 +160,11 @@ impl Queue for TapPair {
     }
 
     fn sleep(&mut self, _: &mut Uring, _: Token, after: u32) -> bool {
+        let PairRings { rx, tx, limits } = &mut self.rings;
         // Both have to run; `||` would skip the second one.
-        let rx = self.rings.rx.as_mut().is_some_and(Rx::sleep);
-        let tx = self.rings.tx.as_mut().is_some_and(|tx| tx.sleep(after));
+        let rx = rx.as_mut().is_some_and(|rx| rx.sleep(limits.rx.is_held()));
+        // While it is held its timer wakes the worker, and no kick is needed.
+        let tx = tx.as_mut().is_some_and(|tx| !limits.tx.is_held() && tx.sleep(after));
         rx || tx
     }
 
@@ -166,7 +176,8 @@ impl Queue for TapPair {
     }
 
     fn at_rest(&self) -> bool {
-        self.rings.rx.as_ref().is_none_or(Rx::at_rest) && self.rings.tx.as_ref().is_none_or(Tx::at_rest)
+        let PairRings { rx, tx, limits } = &self.rings;
+        limits.at_rest() && rx.as_ref().is_none_or(Rx::at_rest) && tx.as_ref().is_none_or(Tx::at_rest)
     }
 
     fn leave(&mut self, uring: &mut Uring) {

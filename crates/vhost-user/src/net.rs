@@ -18,12 +18,12 @@ use virtio::features::{
     VIRTIO_F_RING_PACKED, VIRTIO_F_VERSION_1, VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC, bit,
 };
 use virtio::net::*;
-use vshunt_engine::{Queue, QueueSet};
+use vshunt_engine::{LimitCell, Queue, QueueSet};
 use vshunt_net::control::ControlQueue;
 use vshunt_net::negotiated::{self, GUEST_OFFLOADS};
 use vshunt_net::switch::{PortGuard, SwitchPair};
 use vshunt_net::tap_pair::TapPair;
-use vshunt_net::{NetStats, PAIR_RINGS};
+use vshunt_net::{NetStats, PAIR_RINGS, PairLimits};
 use vshunt_sandbox::ThreadKind;
 use vshunt_tap::{MTU_DEFAULT, Tap, TapQueue, check_mtu};
 use vshunt_types::spec::{DropReason, NetQueueCounters, PortInfo};
@@ -108,6 +108,8 @@ pub struct NetDevice {
     takes: Arc<AtomicU64>,
     /// The control queue, if workers of this process serve the device.
     control: Option<Control>,
+    /// The limits of the export.
+    limits: Arc<LimitCell>,
 }
 
 /// Returns whether a device of `pairs` queue pairs, which workers of this process serve, has a
@@ -127,6 +129,12 @@ impl NetDevice {
         served: u64,
     ) -> Self {
         Self::make(name, NetBackend::Kernel(tap, served), pairs, mac)
+    }
+
+    /// Lets the frames of its queue pairs wait for `limits`.
+    #[must_use]
+    pub fn limited(self, limits: Arc<LimitCell>) -> Self {
+        Self { limits, ..self }
     }
 
     /// Makes a device that workers of this process serve, with a queue pair for each queue of the
@@ -169,7 +177,19 @@ impl NetDevice {
         let mtu = AtomicU32::new(MTU_DEFAULT);
         let takes = Arc::default();
         let name = name.to_owned();
-        Self { name, backend, mac, mtu, mtu_max: None, pairs, stats, agreed, takes, control: None }
+        Self {
+            name,
+            backend,
+            mac,
+            mtu,
+            mtu_max: None,
+            pairs,
+            stats,
+            agreed,
+            takes,
+            control: None,
+            limits: Arc::default(),
+        }
     }
 
     fn agreed(&self) -> Agreed {
@@ -347,17 +367,18 @@ impl Device for NetDevice {
             let Some(net) = self.stats.get(usize::from(index)).cloned() else {
                 unreachable!("`place` names pairs of this device only")
             };
-            let stats = parts.stats.clone();
+            let (stats, limits) = (parts.stats.clone(), PairLimits::new(&self.limits, index));
             match &self.backend {
                 NetBackend::Kernel(..) => unreachable!("the kernel has these rings"),
                 NetBackend::Tap(_, queues) => {
                     let Some(queue) = queues.get(usize::from(index)).cloned() else {
                         unreachable!("a tap has a queue for each pair")
                     };
-                    Box::new(TapPair::new(queue, stats, net))
+                    Box::new(TapPair::new(queue, limits, stats, net))
                 }
                 NetBackend::Switch(guard) => {
-                    Box::new(SwitchPair::new(guard.clone(), index, self.takes.clone(), stats, net))
+                    let accepted = self.takes.clone();
+                    Box::new(SwitchPair::new(guard.clone(), index, accepted, limits, stats, net))
                 }
             }
         };

@@ -21,7 +21,7 @@ pub use balance::{BalanceDecision, BalanceInfo, BalanceMode, BalanceOutcome, Res
 pub use drops::{DROP_REASONS, DropReason, NetDrops};
 pub use job::{BackupSpec, BitmapInfo, BitmapSpec, JobInfo, JobKind, JobStatus};
 pub use latency::{LatencyFigures, LatencyInfo, LatencyMode};
-pub use limits::{Burst, LIMIT_MAX, LimitsSpec};
+pub use limits::{Burst, LIMIT_MAX, LimitKind, LimitsSpec};
 pub use net::{
     AddressOrigin, Mac, NetAddress, NetCounters, NetInfo, NetKind, NetQueueCounters, NetSpec, Steering,
     text_or_number,
@@ -152,6 +152,17 @@ pub enum ExportKind {
     Fuse,
     /// A tap as a port of a switch.
     Uplink,
+}
+
+impl ExportKind {
+    /// Returns the kind of limits that such an export can have. `None`: it can have none.
+    pub fn limits(self) -> Option<LimitKind> {
+        match self {
+            Self::VhostUserBlk | Self::Fuse => Some(LimitKind::Disk),
+            Self::VhostUserNet => Some(LimitKind::Network),
+            Self::Uplink => None,
+        }
+    }
 }
 
 /// What serves the requests of an export.
@@ -347,8 +358,8 @@ pub struct ExportSpec {
     /// fuse: whether the kernel may read and write the image itself. Absent: `auto`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passthrough: Option<Passthrough>,
-    /// vhost-user-blk, fuse: limits of operations and bytes per second. They can be changed at run
-    /// time.
+    /// vhost-user-blk, fuse: limits of operations and bytes per second. vhost-user-net: of packets
+    /// and bytes per second. They can be changed at run time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsSpec>,
     /// vhost-user, uplink: whether queues are moved to less busy workers: `off`, `auto` or

@@ -29,8 +29,19 @@ pub(crate) use size_rule;
 
 /// Keys whose numbers may have a size suffix. The others are plain counts: `queues=1K` is a typing
 /// error.
-const SIZE_KEYS: [&str; 8] =
-    ["size", "block-size", "cache-size", "cluster_size", "bps", "bps-read", "bps-write", "iops-size"];
+const SIZE_KEYS: [&str; 11] = [
+    "size",
+    "block-size",
+    "cache-size",
+    "cluster_size",
+    "bps",
+    "bps-read",
+    "bps-write",
+    "bps-rx",
+    "bps-tx",
+    "iops-size",
+    "pps-size",
+];
 
 /// Keys whose values are paths.
 const PATH_KEYS: [&str; 4] = ["file", "socket", "mountpoint", "netns"];

@@ -35,9 +35,10 @@ impl Daemon {
             self.limits.lift(name);
             return Ok(());
         };
-        check_limits(name, limits)?;
         export.check_limitable()?;
-        self.limits.set(name, export.limits(), limits)?;
+        let kind = export.spec.kind;
+        check_limits(name, kind.limits(), limits)?;
+        self.limits.set(name, kind, export.limits(), limits)?;
         // The removal lifts them, too. It may have done so in the meantime.
         match self.serving(name) {
             Ok(now) if Arc::ptr_eq(&now, &export) => Ok(()),

@@ -275,6 +275,10 @@ fn net_server(spec: &ExportSpec, tap: &Arc<Tap>, pairs: u16) -> Result<NetServer
     if asked == Engine::User {
         return by_us(None);
     }
+    if spec.limits.is_some() {
+        // `check` has refused engine=kernel.
+        return by_us(Some(not_the_kernel(spec, "the kernel has no limits".to_owned())));
+    }
     match (kernel_engine::plan_net(spec, tap, pairs), asked) {
         (Ok(plan), _) => Ok(NetServer::Kernel(plan)),
         (Err(why), Engine::Auto) => by_us(Some(not_the_kernel(spec, why))),

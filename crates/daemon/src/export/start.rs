@@ -90,7 +90,7 @@ impl Start<'_> {
                 let pairs = queues.len() as u16;
                 let set = self.queues(pairs, has_control(pairs))?;
                 let device = NetDevice::of_tap(&spec.name, tap, queues, set.clone(), mac);
-                let device = device.map_err(|e| self.no_control(e))?;
+                let device = device.map_err(|e| self.no_control(e))?.limited(self.limits.clone());
                 self.user_socket(socket, Arc::new(device), set, reason)
             }
             NetServer::Kernel(plan) => {
@@ -116,7 +116,7 @@ impl Start<'_> {
         let guard = join(spec, switch, pairs)?;
         let mac = spec.mac.map(|mac| mac.0);
         let device = NetDevice::of_switch(&spec.name, guard, set.clone(), mac, spec.mtu);
-        let device = device.map_err(|e| self.no_control(e))?;
+        let device = device.map_err(|e| self.no_control(e))?.limited(self.limits.clone());
         self.user_socket(socket, Arc::new(device), set, reason)
     }
 

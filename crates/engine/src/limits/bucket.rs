@@ -164,4 +164,10 @@ impl Account {
     pub(super) fn charge(&self, cost: Ticks) {
         self.credit.fetch_sub(cost.cast_signed(), AcqRel);
     }
+
+    /// Returns `cost` of what was used.
+    #[inline]
+    pub(super) fn refund(&self, cost: Ticks) {
+        self.credit.fetch_add(cost.cast_signed(), AcqRel);
+    }
 }

@@ -16,6 +16,10 @@ use crate::uring::{Token, Uring};
 /// request if there are limits. If a request must wait, it calls [`hold`](Self::hold), takes
 /// nothing more, and [has no work](crate::Queue::has_work) while [`is_held`](Self::is_held). The
 /// completion of the timer goes to [`expired`](Self::expired).
+///
+/// Two more ways are for networks, whose requests do not wait in a ring of the guest. A queue that
+/// does not know the next request pays for one that it expects, and [settles](Self::settle) later.
+/// A queue that may not let requests wait drops them ([`refuse`](Self::refuse)).
 #[derive(Debug)]
 pub struct LimitGate {
     cell: Arc<LimitCell>,
@@ -24,6 +28,8 @@ pub struct LimitGate {
     member: Option<Arc<LimitMember>>,
     now: Ticks,
     until: Ticks,
+    /// Until when requests are dropped, as far as that time is counted.
+    refused_until: Ticks,
     /// While a timer runs: when it was armed.
     held_at: Option<Ticks>,
     /// Boxed, because the kernel reads it.
@@ -31,7 +37,7 @@ pub struct LimitGate {
 }
 
 impl LimitGate {
-    /// Makes the gate of queue `queue` of an export.
+    /// Makes the gate of queue `queue` of an export. Each gate of an export has another number.
     pub fn new(cell: Arc<LimitCell>, queue: u16) -> Self {
         let (generation, member) = (cell.generation(), cell.member());
         Self {
@@ -41,6 +47,7 @@ impl LimitGate {
             member,
             now: 0,
             until: 0,
+            refused_until: 0,
             held_at: None,
             timer: Box::new(Timespec::new()),
         }
@@ -76,25 +83,31 @@ impl LimitGate {
     /// Asks whether a request may start, and pays for it if so.
     #[inline]
     pub fn ask(&mut self, direction: Direction, bytes: u64) -> bool {
-        let Some(member) = &self.member else { return true };
-        match member.ask(self.queue, Some(direction), self.now) {
-            Ok(()) => {
-                member.charge(direction, bytes);
-                true
-            }
-            Err(until) => {
-                self.until = until;
-                false
-            }
+        let may = self.may(Some(direction));
+        if may {
+            self.charge(direction, bytes);
         }
+        may
     }
 
     /// Asks whether the next request may start, whatever it is. For transports that cannot return
     /// a request. Its [`charge`](Self::charge) follows.
     #[inline]
     pub fn ask_any(&mut self) -> bool {
+        self.may(None)
+    }
+
+    /// Asks whether the next request of a direction may start, of whatever size. Its
+    /// [`charge`](Self::charge) follows.
+    #[inline]
+    pub fn ask_next(&mut self, direction: Direction) -> bool {
+        self.may(Some(direction))
+    }
+
+    #[inline]
+    fn may(&mut self, direction: Option<Direction>) -> bool {
         let Some(member) = &self.member else { return true };
-        match member.ask(self.queue, None, self.now) {
+        match member.ask(self.queue, direction, self.now) {
             Ok(()) => true,
             Err(until) => {
                 self.until = until;
@@ -103,11 +116,37 @@ impl LimitGate {
         }
     }
 
-    /// Pays for a request that starts without having asked, or after [`ask_any`](Self::ask_any).
+    /// Pays for a request that starts without having asked, or after [`ask_any`](Self::ask_any) or
+    /// [`ask_next`](Self::ask_next).
     #[inline]
     pub fn charge(&self, direction: Direction, bytes: u64) {
         if let Some(member) = &self.member {
             member.charge(direction, bytes);
+        }
+    }
+
+    /// Corrects what was paid for a request of `expected` bytes: it had `moved`, or did not start.
+    pub fn settle(&self, direction: Direction, expected: u64, moved: Option<u64>) {
+        if let Some(member) = &self.member {
+            member.refund(direction, expected);
+            if let Some(bytes) = moved {
+                member.charge(direction, bytes);
+            }
+        }
+    }
+
+    /// Gives up the place among the queues that wait, because there is no request that waits.
+    pub fn withdraw(&self) {
+        self.leave();
+    }
+
+    /// Counts the time until which requests are dropped, after the gate has refused one.
+    pub fn refuse(&mut self, stats: &QueueStats) {
+        let until = self.until.min(self.now.saturating_add(TIMER_TICKS_MAX));
+        let since = self.refused_until.max(self.now);
+        if until > since {
+            self.refused_until = until;
+            QueueStats::add(&stats.limited_ns, (until - since) / TICKS_PER_NS);
         }
     }
 

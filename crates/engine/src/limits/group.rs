@@ -107,7 +107,7 @@ impl Waiter {
 }
 
 impl LimitMember {
-    /// Makes a member of `queues` queues.
+    /// Makes a member of `queues` queues. A queue pair of a network counts as two.
     pub fn new(group: Arc<LimitGroup>, queues: u16) -> Arc<Self> {
         Arc::new(Self {
             group,
@@ -173,6 +173,11 @@ impl LimitMember {
     #[inline]
     pub(super) fn charge(&self, direction: Direction, bytes: u64) {
         self.each(Some(direction), bytes, |account, _, cost| account.charge(cost));
+    }
+
+    /// Takes back what was paid for a request of `bytes` that did not start.
+    pub(super) fn refund(&self, direction: Direction, bytes: u64) {
+        self.each(Some(direction), bytes, |account, _, cost| account.refund(cost));
     }
 
     /// Returns whether it is not the turn of another queue.

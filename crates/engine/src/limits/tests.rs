@@ -27,6 +27,8 @@ struct Source<'a> {
     /// How late it wakes.
     lateness: Ticks,
     wakes_at: Ticks,
+    /// Whether requests that may not start are dropped, and the next one comes after `latency`.
+    drops: bool,
     requests: u64,
     longest_wait: Ticks,
     asked_at: Ticks,
@@ -43,6 +45,7 @@ impl<'a> Source<'a> {
             latency: TICKS_PER_MS / 20,
             lateness: TICKS_PER_MS / 20,
             wakes_at: TICKS_PER_S,
+            drops: false,
             requests: 0,
             longest_wait: 0,
             asked_at: TICKS_PER_S,
@@ -60,6 +63,9 @@ impl<'a> Source<'a> {
                 }
                 Err(until) => {
                     assert!(until > now, "a queue that may not start waits");
+                    if self.drops {
+                        break;
+                    }
                     self.wakes_at =
                         until.min(now + TIMER_TICKS_MAX).max(now + TIMER_TICKS_MIN) + self.lateness;
                     return;
@@ -292,4 +298,65 @@ fn a_member_whose_requests_come_late_gets_its_part() {
     let mut sources = [late, Source::new(&many, 0)];
     run(&mut sources, 10_000);
     close(sources[0].requests, sources[1].requests, 5);
+}
+
+#[test]
+fn what_was_paid_for_nothing_is_returned() {
+    let rates = Rates {
+        operations: RateSet { read: rate(20_000), ..RateSet::default() },
+        bytes: RateSet { total: rate(100_000_000), ..RateSet::default() },
+        operation_bytes: 0,
+    };
+    // Either limit holds back one of the two sizes.
+    for (bytes, wanted) in [(1500, 200_000), (20_000, 50_000)] {
+        let member = LimitMember::new(LimitGroup::new(&rates, false), 2);
+        let (mut now, mut moved) = (TICKS_PER_S, 0);
+        while now < 11 * TICKS_PER_S {
+            // It expects requests of another size. Every other one does not exist.
+            let expected = 21_500 - bytes;
+            let read = Some(Direction::Read);
+            let paid = (0..16).take_while(|_| {
+                let may = member.ask(0, read, now).is_ok();
+                if may {
+                    member.charge(Direction::Read, expected);
+                }
+                may
+            });
+            for nth in 0..paid.count() {
+                member.refund(Direction::Read, expected);
+                if nth % 2 == 0 {
+                    member.charge(Direction::Read, bytes);
+                    moved += 1;
+                }
+            }
+            now += TICKS_PER_MS / 20;
+        }
+        close(moved, wanted, 2);
+    }
+}
+
+#[test]
+fn a_queue_that_drops_and_one_that_waits_take_turns() {
+    for average in [1000, 20_000] {
+        let member = LimitMember::new(LimitGroup::new(&operations(rate(average)), false), 2);
+        let every = TICKS_PER_S / 200_000;
+        let drops = Source { drops: true, depth: 1, latency: every, ..Source::new(&member, 0) };
+        let mut sources = [drops, Source::new(&member, 1)];
+        run(&mut sources, 10_000);
+        close(sources.iter().map(|s| s.requests).sum(), average * 10, 2);
+        for source in &sources {
+            assert!(
+                source.requests >= average * 10 / 4,
+                "{average}: {} of {}",
+                source.requests,
+                average * 10
+            );
+        }
+        // The one that waits is not held up once no more requests come to be dropped.
+        sources[0].wakes_at = Ticks::MAX;
+        let (begin, before) = (sources[1].wakes_at, sources[1].requests);
+        run(&mut sources, 15_000);
+        let ms = (16 * TICKS_PER_S - begin) / TICKS_PER_MS;
+        close(sources[1].requests - before, average * ms / 1000, 5);
+    }
 }

@@ -23,6 +23,7 @@ use super::sender::Sender;
 use crate::counters::NetStats;
 use crate::frames::Direction;
 use crate::net_virtqueue::NetVirtqueue;
+use crate::pair_limits::PairLimits;
 use crate::pair_rings::PairRings;
 use crate::rx_buffers::RxBuffers;
 
@@ -45,10 +46,11 @@ impl SwitchPair {
         guard: Arc<PortGuard>,
         index: u16,
         accepted: Arc<AtomicU64>,
+        limits: PairLimits,
         stats: Arc<QueueStats>,
         net: Arc<NetStats>,
     ) -> Self {
-        Self { rings: PairRings::new(), sender: Sender::new(guard, index), accepted, stats, net }
+        Self { rings: PairRings::new(limits), sender: Sender::new(guard, index), accepted, stats, net }
     }
 
     /// Completes the requests that are finished. Returns their number.
@@ -111,18 +113,20 @@ impl Queue for SwitchPair {
     }
 
     fn take(&mut self, uring: &mut Uring, place: Token, budget: u32) -> u32 {
+        let PairRings { rx, tx, limits } = &mut self.rings;
+        let (to_guest, from_guest) = limits.begin();
         let mut taken = 0;
-        if let Some(rx) = &mut self.rings.rx {
+        if let Some(rx) = rx {
             let queue = &self.sender.queue;
-            taken += rx.take(queue, budget);
+            taken += rx.take(queue, budget, to_guest, &self.stats);
             if rx.to.virtqueue.broken && queue.is_open() {
                 queue.close();
             }
         }
-        if let Some(tx) = &mut self.rings.tx {
+        if let Some(tx) = tx {
             self.sender.reap_returns();
             tx.reap(&mut self.sender);
-            taken += tx.take(&mut self.sender, budget);
+            taken += tx.take(uring, place, &mut self.sender, budget, from_guest);
             self.sender.watch(uring, place);
         }
         self.reap();
@@ -131,7 +135,7 @@ impl Queue for SwitchPair {
 
     fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32 {
         if !self.sender.complete(uring, token, more) {
-            self.rings.kicked(uring, token, result, more);
+            self.rings.complete(uring, token, result, more, &self.stats);
         }
         self.reap()
     }
@@ -144,8 +148,9 @@ impl Queue for SwitchPair {
         let queue = &self.sender.queue;
         // A port queue that was opened again has to be closed again.
         let open = |rx: &Rx| rx.to.virtqueue.broken && queue.is_open();
-        self.rings.rx.as_ref().is_some_and(|rx| rx.has_work(queue) || open(rx))
-            || self.rings.tx.as_ref().is_some_and(|tx| queue.has_returns() || tx.has_work())
+        let PairRings { rx, tx, limits } = &self.rings;
+        rx.as_ref().is_some_and(|rx| rx.has_work(queue) || open(rx))
+            || tx.as_ref().is_some_and(|tx| queue.has_returns() || (!limits.tx.is_held() && tx.has_work()))
     }
 
     fn wake(&mut self) {
@@ -156,9 +161,12 @@ impl Queue for SwitchPair {
     fn sleep(&mut self, _: &mut Uring, _: Token, after: u32) -> bool {
         let queue = &self.sender.queue;
         queue.sleep();
+        let PairRings { rx, tx, limits } = &mut self.rings;
         // Both have to run; `||` would skip the second one.
-        let rx = self.rings.rx.as_mut().is_some_and(|rx| rx.sleep(queue));
-        let tx = self.rings.tx.as_mut().is_some_and(|tx| tx.sleep(after) || queue.has_returns());
+        let rx = rx.as_mut().is_some_and(|rx| rx.sleep(queue));
+        // While it is held its timer wakes the worker, and no kick is needed.
+        let held = limits.tx.is_held();
+        let tx = tx.as_mut().is_some_and(|tx| (!held && tx.sleep(after)) || queue.has_returns());
         rx || tx
     }
 
@@ -169,7 +177,8 @@ impl Queue for SwitchPair {
     }
 
     fn at_rest(&self) -> bool {
-        self.sender.at_rest()
+        self.rings.limits.at_rest()
+            && self.sender.at_rest()
             && self.rings.rx.as_ref().is_none_or(|rx| rx.to.virtqueue.at_rest())
             && self.rings.tx.as_ref().is_none_or(|tx| tx.virtqueue.at_rest())
     }

@@ -11,6 +11,10 @@
 //! are the few frames whose buffers an earlier frame needs ([`Rx::deliver`]). While frames are
 //! long, one frame is read at a time, with buffers for the longest.
 //!
+//! With limits, a read pays for a frame as long as those before it, because the frame is not known.
+//! The completion corrects that. If the limits allow no further read, a poll tells whether there is
+//! another frame, and only then the direction waits.
+//!
 //! What must never happen: a frame is dropped because there are no buffers. It waits for them.
 
 use std::os::fd::RawFd;
@@ -22,6 +26,7 @@ use vshunt_types::spec::DropReason;
 
 use crate::frames::{BATCH, FRAME_MAX};
 use crate::net_virtqueue::NetVirtqueue;
+use crate::pair_limits::{Allowance, SideGate};
 use crate::pair_rings::PairSide;
 use crate::rx_buffers::{NoRoom, RxBuffers, SEGS_MAX};
 use crate::rx_poll::RxPoll;
@@ -61,6 +66,12 @@ pub(super) struct Rx {
     pub(super) rx_poll: RxPoll,
     /// Long frames are expected for this many more frames.
     long: u8,
+    /// Bytes of an average frame of the last batch.
+    expected: u64,
+    /// Whether the reads of this batch have paid for a frame of `expected` bytes each.
+    paid: bool,
+    /// Whether limits ended this batch.
+    cut: bool,
 }
 
 // SAFETY: the raw pointers in `iovecs` point into the guest's memory, which the virtqueue's memory
@@ -79,6 +90,9 @@ impl Rx {
             spill,
             rx_poll: RxPoll::new(),
             long: 0,
+            expected: 0,
+            paid: false,
+            cut: false,
         }
     }
 
@@ -116,43 +130,84 @@ impl Rx {
         self.outstanding == 0 && !self.reads.is_empty()
     }
 
-    pub(super) fn has_work(&self) -> bool {
+    /// `held`: the limits allow no read now.
+    pub(super) fn has_work(&self, held: bool) -> bool {
         match (self.outstanding, self.holds()) {
             (1.., _) => false,
             (0, true) => self.to.virtqueue.has_avail(),
-            (0, false) => self.rx_poll.ready && self.to.has_any(),
+            (0, false) => !held && self.rx_poll.ready && self.to.has_any(),
         }
     }
 
     /// Asks for a kick if only more buffers would help. Returns whether there is work already.
-    pub(super) fn sleep(&mut self) -> bool {
-        let wants = self.holds() || (self.rx_poll.ready && self.to.len() == 0);
+    pub(super) fn sleep(&mut self, held: bool) -> bool {
+        let wants = self.holds() || (!held && self.rx_poll.ready && self.to.len() == 0);
         if self.to.virtqueue.broken || !wants {
-            return self.has_work();
+            return self.has_work(held);
         }
-        self.to.virtqueue.vring.enable_kick() || self.has_work()
+        self.to.virtqueue.vring.enable_kick() || self.has_work(held)
     }
 
-    /// Starts to read frames, as many as there are buffers for. Returns how many frames waited for
-    /// buffers and have them now.
-    pub(super) fn take(&mut self, uring: &mut Uring, file: TapFile, token: Token, budget: u32) -> u32 {
+    /// Starts to read frames, as many as there are buffers for and as `limit` allows. Returns how
+    /// many frames waited for buffers and have them now.
+    pub(super) fn take(
+        &mut self,
+        uring: &mut Uring,
+        file: TapFile,
+        token: Token,
+        budget: u32,
+        mut limit: Allowance<'_>,
+    ) -> u32 {
         if self.outstanding > 0 || self.to.virtqueue.broken {
             return 0;
         }
         let waited = if self.holds() { self.deliver() } else { 0 };
-        if !self.reads.is_empty() || !self.rx_poll.ready {
+        if !self.reads.is_empty() || !self.rx_poll.ready || matches!(limit, Allowance::Nothing) {
             return waited;
         }
         let long = self.to.format.merge && self.long > 0;
-        let limit = if long { 1 } else { self.rx_poll.batch.min(budget) };
+        let most = if long { 1 } else { self.rx_poll.batch.min(budget) };
         self.iovecs.clear();
         let mut next = 0;
-        while self.outstanding < limit && self.iovecs.len() < IOVECS - SEGS_MAX {
+        while self.outstanding < most && self.iovecs.len() < IOVECS - SEGS_MAX {
             let Some(read) = self.buffers_for_read(next, long) else { break };
+            if let Allowance::Ask(gate) = &mut limit
+                && !self.pay(gate, uring, token)
+            {
+                break;
+            }
             next = read.first + read.buffers;
             self.read(uring, file, token, read);
         }
         waited
+    }
+
+    /// Pays for the frame of one more read. If that is not possible, the direction waits, or this
+    /// batch ends.
+    fn pay(&mut self, gate: &mut SideGate, uring: &mut Uring, place: Token) -> bool {
+        if gate.ask(self.expected) {
+            self.paid = true;
+            return true;
+        }
+        match self.outstanding {
+            0 => gate.hold(uring, place),
+            _ => self.cut = true,
+        }
+        false
+    }
+
+    /// Pays for the frames that the reads of a batch found, in place of those that were expected.
+    #[cold]
+    fn settle(&mut self, gate: &SideGate) {
+        let (mut frames, mut bytes) = (0, 0);
+        for read in &self.reads {
+            let len = usize::try_from(read.result).ok().filter(|len| *len > 0);
+            let moved = len.map(|len| len.saturating_sub(self.to.format.header) as u64);
+            gate.settle(self.expected, moved);
+            (frames, bytes) = (frames + u64::from(moved.is_some()), bytes + moved.unwrap_or(0));
+        }
+        // Without a frame nothing was learnt.
+        self.expected = bytes.checked_div(frames).unwrap_or(self.expected);
     }
 
     /// Returns the buffers for one read, from number `first` on.
@@ -203,16 +258,24 @@ impl Rx {
         slot: u16,
         poll: (RawFd, Token),
         result: i32,
+        gate: &SideGate,
     ) -> u32 {
         slot_mut(&mut self.reads, slot).result = result;
         self.outstanding -= 1;
         if self.outstanding > 0 {
             return 0;
         }
+        if std::mem::take(&mut self.paid) {
+            self.settle(gate);
+        }
         let active = number(self.reads.len()).into();
         let found = number(self.reads.iter().filter(|read| read.result > 0).count()).into();
         let bad = self.reads.iter().map(|read| read.result).find(|r| *r < 0 && *r != -libc::EAGAIN);
         match bad {
+            None if std::mem::take(&mut self.cut) => {
+                gate.withdraw();
+                self.rx_poll.wait(uring, poll);
+            }
             None => self.rx_poll.found(uring, poll, active, found),
             Some(result) => {
                 let e = std::io::Error::from_raw_os_error(-result);

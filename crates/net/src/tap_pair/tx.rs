@@ -10,6 +10,7 @@ use vshunt_types::spec::DropReason;
 
 use crate::frames::{BATCH, ETH_HEADER_BYTES, FRAME_MAX};
 use crate::net_virtqueue::NetVirtqueue;
+use crate::pair_limits::Allowance;
 use crate::pair_rings::PairSide;
 use crate::slots::{number, slot_mut};
 use crate::tap_file::{Op, TapFile, drop_reason};
@@ -80,8 +81,16 @@ impl Tx {
         self.outstanding == 0 && self.virtqueue.has_avail()
     }
 
-    /// Takes frames and starts to write them. Returns how many requests were taken.
-    pub(super) fn take(&mut self, uring: &mut Uring, file: TapFile, token: Token, budget: u32) -> u32 {
+    /// Takes frames and starts to write them, as far as `limit` allows. Returns how many requests
+    /// were taken.
+    pub(super) fn take(
+        &mut self,
+        uring: &mut Uring,
+        file: TapFile,
+        token: Token,
+        budget: u32,
+        mut limit: Allowance<'_>,
+    ) -> u32 {
         if self.outstanding > 0 {
             return 0;
         }
@@ -91,8 +100,17 @@ impl Tx {
             if !self.virtqueue.pop() {
                 break;
             }
+            let frame = self.frame();
+            if let Allowance::Ask(gate) = &mut limit
+                && !self.virtqueue.discards
+                && !gate.ask(frame.map_or(0, |bytes| (bytes - self.header) as u64))
+            {
+                self.virtqueue.vring.unpop(self.virtqueue.chain.head);
+                gate.hold(uring, token);
+                break;
+            }
             taken += 1;
-            match self.frame() {
+            match frame {
                 Err(why) => self.refuse(why),
                 Ok(bytes) => self.write(uring, file, token, bytes),
             }

@@ -67,6 +67,8 @@ reasons! {
     Isolated = "isolated",
     /// The sending or the receiving port is an uplink that is blocked because of a loop.
     Loop = "loop",
+    /// The limits of the receiving port of a switch had no room for it.
+    Limited = "limited",
     /// The host did not take it, for another reason.
     Other = "other",
 }
@@ -157,6 +159,7 @@ mod tests {
             "over-mtu",
             "isolated",
             "loop",
+            "limited",
             "other",
         ];
         let drops = NetDrops::new(|why| why as u64 + 1);

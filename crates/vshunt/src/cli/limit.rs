@@ -16,7 +16,7 @@ pub(super) fn run(client: &mut Client, args: LimitArgs) -> Outcome {
     }
     if let Some(limits) = limits.into_spec() {
         limits.check().map_err(|why| Failure::Usage(in_flags(&limits, why)))?;
-        vshunt_daemon::check_limits(&export, &limits).map_err(|e| Failure::Usage(e.to_string()))?;
+        vshunt_daemon::check_limits(&export, None, &limits).map_err(|e| Failure::Usage(e.to_string()))?;
         return send(client, "export-limit", json!({ "name": export, "limits": limits }));
     }
     let exports: Vec<ExportInfo> = call(client, "query-exports", json!({}))?;
@@ -45,8 +45,13 @@ fn in_flags(limits: &LimitsSpec, why: String) -> String {
             why = why.replace(&format!("give {key} too"), &format!("give --{key} too"));
         }
     }
-    match why.strip_prefix("iops-size=") {
-        Some(rest) => format!("--iops-size {rest}"),
-        None => why,
+    for (key, of, _) in limits.sizes() {
+        if let Some(rest) = why.strip_prefix(&format!("{key}=")) {
+            return format!(
+                "--{key} {}",
+                rest.replace(&format!("give {of} too"), &format!("give --{of} too"))
+            );
+        }
     }
+    why
 }

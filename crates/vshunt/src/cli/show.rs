@@ -264,8 +264,10 @@ pub(crate) fn limits(exports: &[ExportInfo]) -> Option<String> {
                     None => format!("{key} {rate}"),
                 })
             };
-            let size = limits.iops_size.map(|bytes| format!("iops-size {}", size(bytes)));
-            let all: Vec<_> = limits.rates().into_iter().filter_map(one).chain(size).collect();
+            let sizes = limits.sizes().into_iter();
+            let exact = |n: u64| if n.is_multiple_of(1024) { size(n) } else { n.to_string() };
+            let sizes = sizes.filter_map(|(key, _, bytes)| Some(format!("{key} {}", exact(bytes?))));
+            let all: Vec<_> = limits.rates().into_iter().filter_map(one).chain(sizes).collect();
             let limited: u64 = e.queue_list.iter().map(|queue| queue.limited_us).sum();
             let limited = format!("{:.1}s", std::time::Duration::from_micros(limited).as_secs_f64());
             Some([

@@ -154,6 +154,13 @@ Keys of --export with type=vhost-user-net:
   engine            user (default); kernel: needs the module vhost_net and a
                     tap. Each pair has its own kernel worker: leave out workers,
                     or use per-cpu; auto
+  limits.pps, .pps-rx, .pps-tx, .bps, .bps-rx, .bps-tx
+                    packets or bytes per second, all queues together; rx: that
+                    the guest receives, tx: that it sends
+  limits.burst-pps=N:TIME and so on
+                    that rate for some seconds after a rest
+  limits.pps-size   a longer frame counts as several packets
+  limits.group      exports with this group share its limits
   On a switch:
   mac-filter        on: only frames from mac leave the port. Default: on if mac
                     is given

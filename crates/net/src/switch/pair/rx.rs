@@ -5,9 +5,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use vshunt_engine::QueueStats;
 use vshunt_types::spec::DropReason;
 
 use crate::net_virtqueue::NetVirtqueue;
+use crate::pair_limits::Allowance;
 use crate::pair_rings::PairSide;
 use crate::rx_buffers::{Cursor, NoRoom, RxBuffers};
 use crate::switch::frame::Header;
@@ -37,6 +39,8 @@ struct Progress {
     bytes: u64,
     /// Number of frames that fit into no buffers.
     lost: u64,
+    /// Number of frames that the limits did not let pass.
+    refused: u64,
 }
 
 impl Rx {
@@ -68,8 +72,15 @@ impl Rx {
         more || self.has_work(queue)
     }
 
-    /// Gives frames to the guest. Returns how many it took from the inbox or dropped.
-    pub(super) fn take(&mut self, queue: &PortQueue, budget: u32) -> u32 {
+    /// Gives frames to the guest, and drops those that `limit` does not let pass. Returns how many
+    /// it took from the inbox or dropped.
+    pub(super) fn take(
+        &mut self,
+        queue: &PortQueue,
+        budget: u32,
+        mut limit: Allowance<'_>,
+        stats: &QueueStats,
+    ) -> u32 {
         if self.to.virtqueue.broken || !(queue.has_frames() || self.waiting) {
             return 0;
         }
@@ -84,11 +95,21 @@ impl Rx {
         queue.take(budget as usize, &mut self.frames);
         loop {
             // The rest of the previous frame comes first.
-            self.give_segments(&mut progress);
+            self.give_segments(&mut progress, &limit);
             if self.waiting {
                 break;
             }
             let Some(mut frame) = self.frames.pop_front() else { break };
+            if let Allowance::Ask(gate) = &mut limit
+                && !gate.ask_next()
+            {
+                // The receiver counts it. Its sender must not wait for the limits of another guest.
+                gate.refuse(stats);
+                progress.refused += 1;
+                frame.outcome = Outcome::Taken;
+                self.done.push(frame);
+                continue;
+            }
             if !accepted.all_of(&frame.header) {
                 let made = self.segments.make(&frame, accepted);
                 frame.outcome = if made { Outcome::Taken } else { Outcome::Invalid };
@@ -96,7 +117,7 @@ impl Rx {
                 continue;
             }
             match self.give(&frame, accepted, &mut progress) {
-                Ok(()) => {}
+                Ok(()) => limit.charge(frame.len),
                 // The receiver counts it as lost. Its sender can do nothing about it.
                 Err(NoRoom::Permanent) => progress.lost += 1,
                 Err(NoRoom::Temporary) => {
@@ -113,14 +134,17 @@ impl Rx {
             queue.put_back(&mut self.frames);
         }
         PortQueue::return_all(&mut self.done);
-        let Progress { frames, bytes, lost, .. } = progress;
+        let Progress { frames, bytes, lost, refused, .. } = progress;
         if frames > 0 {
             self.to.virtqueue.received(frames, bytes);
         }
         if lost > 0 {
             self.to.virtqueue.dropped(DropReason::TooLong, lost);
         }
-        u32::try_from(frames + lost).unwrap_or(u32::MAX)
+        if refused > 0 {
+            self.to.virtqueue.dropped(DropReason::Limited, refused);
+        }
+        u32::try_from(frames + lost + refused).unwrap_or(u32::MAX)
     }
 
     /// Copies a whole frame into buffers.
@@ -148,7 +172,7 @@ impl Rx {
     }
 
     /// Copies segments into buffers, until none is left or there is no room.
-    fn give_segments(&mut self, progress: &mut Progress) {
+    fn give_segments(&mut self, progress: &mut Progress, limit: &Allowance<'_>) {
         while let Some(segment) = self.segments.next() {
             let (from, len) = (segment.as_ptr(), segment.len());
             let bytes = self.to.format.header + len;
@@ -158,6 +182,7 @@ impl Rx {
                     // SAFETY: `self.segments` owns the segment and is not changed before `pop`.
                     unsafe { self.to.copy(&mut to, from, len) };
                     self.to.stage_used(progress.used, buffers, bytes);
+                    limit.charge(len);
                     progress.used += buffers;
                     progress.frames += 1;
                     progress.bytes += len as u64;

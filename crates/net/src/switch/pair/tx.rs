@@ -7,10 +7,12 @@
 use std::collections::VecDeque;
 
 use virtio::ring::{Head, Seg, gather};
+use vshunt_engine::{Token, Uring};
 use vshunt_types::spec::DropReason;
 
 use crate::frames::{ETH_HEADER_BYTES, FRAME_MAX};
 use crate::net_virtqueue::NetVirtqueue;
+use crate::pair_limits::Allowance;
 use crate::pair_rings::PairSide;
 use crate::slots::{slot, slot_mut};
 use crate::switch::frame::{HEADER_BYTES, Header, INSPECTED_BYTES, Packet};
@@ -69,9 +71,17 @@ impl Tx {
         !self.free.is_empty() && self.virtqueue.has_avail()
     }
 
-    /// Takes frames and sends them. Returns how many requests were taken.
-    pub(super) fn take(&mut self, sender: &mut Sender, budget: u32) -> u32 {
-        if self.virtqueue.broken || !self.virtqueue.has_avail() {
+    /// Takes frames and sends them, as far as `limit` allows. Returns how many requests were taken.
+    pub(super) fn take(
+        &mut self,
+        uring: &mut Uring,
+        place: Token,
+        sender: &mut Sender,
+        budget: u32,
+        mut limit: Allowance<'_>,
+    ) -> u32 {
+        let held = matches!(limit, Allowance::Nothing);
+        if held || self.virtqueue.broken || !self.virtqueue.has_avail() {
             return 0;
         }
         sender.start_iteration();
@@ -80,12 +90,21 @@ impl Tx {
             if !self.virtqueue.pop() {
                 break;
             }
+            let len = self.frame_len();
+            if let Allowance::Ask(gate) = &mut limit
+                && !self.virtqueue.discards
+                && !gate.ask(len.map_or(0, |len| len as u64))
+            {
+                self.virtqueue.vring.unpop(self.virtqueue.chain.head);
+                gate.hold(uring, place);
+                break;
+            }
             taken += 1;
             let Some(slot) = self.free.pop() else { unreachable!("checked by the loop's condition") };
             self.order.push_back(slot);
             *slot_mut(&mut self.slots, slot) =
                 TxSlot { head: self.virtqueue.chain.head, ..TxSlot::default() };
-            match self.send(slot, sender) {
+            match len.and_then(|len| self.send(slot, len, sender)) {
                 Ok(bytes) => slot_mut(&mut self.slots, slot).bytes = bytes,
                 Err(why) => {
                     slot_mut(&mut self.slots, slot).finished = true;
@@ -97,8 +116,8 @@ impl Tx {
         taken
     }
 
-    /// Sends the frame in the scratch chain, the request of `slot`. Returns its bytes.
-    fn send(&mut self, slot: u16, sender: &mut Sender) -> Result<usize, DropReason> {
+    /// Returns the bytes of the frame in the scratch chain, without its header.
+    fn frame_len(&self) -> Result<usize, DropReason> {
         let chain = &self.virtqueue.chain;
         if chain.fault.is_some() || chain.readable != chain.segs.len() || chain.segs.len() > BUFFERS_MAX {
             return Err(DropReason::Malformed);
@@ -111,11 +130,15 @@ impl Tx {
             Some(len @ ETH_HEADER_BYTES..) => len,
             _ => return Err(DropReason::TooShort),
         };
-        if len > FRAME_MAX {
-            return Err(DropReason::TooLong);
-        }
+        if len > FRAME_MAX { Err(DropReason::TooLong) } else { Ok(len) }
+    }
+
+    /// Sends the frame in the scratch chain, the request of `slot`, which has `len` bytes behind
+    /// its header. Returns `len`.
+    fn send(&mut self, slot: u16, len: usize, sender: &mut Sender) -> Result<usize, DropReason> {
+        let chain = &self.virtqueue.chain;
         let mut first = [0; HEADER_BYTES + 2 + INSPECTED_BYTES];
-        let wanted = (self.header + INSPECTED_BYTES).min(bytes);
+        let wanted = self.header + INSPECTED_BYTES.min(len);
         let first = first.get_mut(..wanted).ok_or(DropReason::BadHeader)?;
         // SAFETY: the ring translated the segments when the chain was popped, and the virtqueue
         // keeps the memory table, and with it the mapping, until the queue is at rest.

@@ -106,6 +106,7 @@ impl IoThrottle {
             burst_bps_write: burst("bps_wr", self.bps_wr_max, self.bps_wr_max_length)?,
             iops_size: some(self.iops_size),
             group: self.group,
+            ..LimitsSpec::default()
         })
     }
 }

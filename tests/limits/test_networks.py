@@ -1,0 +1,365 @@
+"""Limits of packets and bytes per second for ports of networks, by the frames that get through.
+
+`vshunt-bench net` plays the guests, and the host behind a tap. Rates are differences of the daemon's counters, and far below what
+one CPU can do. A test that misses one while the machine gave no CPU is left out, with that reason. As root, in a network namespace.
+"""
+
+import contextlib
+import itertools
+import json
+import time
+
+import namespaces
+import net_frames as f
+import net_peer as c
+import net_rig as n
+import pytest
+import rates
+import rig as r
+from rates import close
+
+pytestmark = [pytest.mark.serial, pytest.mark.root]
+
+# Of tests with a rate: until the rest of 50 ms is used up, and how long the rate is measured.
+SETTLE_S, SECONDS = 0.5, 5
+# What a source sends where it is to be held back, far more than any limit here.
+FAST = ("--rate", "30k")
+TX, RX = "from-guest", "to-guest"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _watched():
+    """The machine, for rates that it may miss."""
+    rates.watch()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _network(_watched):
+    """After the thread that watches, which would share the file system with this one and keep it from going back."""
+    n.require_taps()
+    with namespaces.OwnNetwork():
+        yield
+
+
+class Ports(r.Daemon):
+    """A daemon with ports vm0, vm1 …: each on a tap of its own, or all on one switch. `limits`: keys of each."""
+
+    def __init__(self, rig, name, *limits, switched=False, ports=1, pairs=2):
+        self.pairs, self.switched = pairs, switched
+        self.sockets = [rig.dir / f"{name}{at}.sock" for at in range(ports)]
+        self.taps = [f"vl{at}" for at in range(ports)]
+        arguments = ["--net", "type=switch,name=s0"] if switched else []
+        for at, (socket, tap) in enumerate(zip(self.sockets, self.taps)):
+            own = f",{limits[at]}" if at < len(limits) and limits[at] else ""
+            if not switched:
+                arguments += ["--net", f"type=tap,name={tap},ifname={tap},queues={pairs}"]
+            net = "s0" if switched else tap
+            arguments += ["--export", f"type=vhost-user-net,name=vm{at},net={net},socket={socket},queues={pairs}{own}"]
+        super().__init__(rig, *arguments, name=name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        """Its taps are not there for the next one."""
+        self.child.kill()
+
+    def list(self, at=0):
+        """Its queue pairs."""
+        return [q for q in self.status()["queues"] if q["export"] == f"vm{at}" and "net" in q]
+
+    def total(self, key, at=0):
+        return sum(q["net"][key] for q in self.list(at))
+
+    def dropped(self, why, at=0):
+        return sum(q["net"]["drops"][why] for q in self.list(at))
+
+    @contextlib.contextmanager
+    def load(self, mode, *more, at=0, key=None):
+        """A guest in the background; on a tap, with the host behind it. It runs once `key` grows."""
+        argv = [r.binary("vshunt-bench"), "net", "--socket", self.sockets[at], "--mode", mode, "--quiet", "--json", "--flows", "64"]
+        argv += ["--queues", self.pairs, "--runtime", r.FOREVER, *([] if self.switched else ["--peer", self.taps[at]])]
+        child = r.Child(self.rig, f"{self.name}-{mode}{at}", [*argv, *more])
+        try:
+            r.wait_for(f"vm{at} has frames", lambda: self.runs(child, at, key))
+            yield child
+        finally:
+            child.kill()
+
+    def runs(self, child, at, key):
+        r.require(child.running(), child.tail())
+        if key is None:
+            return sum(q["state"] == "running" for q in self.list(at)) == self.pairs
+        return self.total(key, at) > 0
+
+    def rates(self, *keys, seconds=SECONDS, settle_s=SETTLE_S):
+        """How much counters grow in a second: (key, port) each."""
+
+        def seen():
+            queues = [q for q in self.status()["queues"] if "net" in q]
+            return [sum(q["net"][key] for q in queues if q["export"] == f"vm{at}") for key, at in keys], time.monotonic()
+
+        time.sleep(settle_s)
+        before, since = seen()
+        time.sleep(seconds)
+        after, until = seen()
+        return [(b - a) / (until - since) for a, b in zip(before, after)]
+
+    def rate(self, key, at=0, **more):
+        return self.rates((key, at), **more)[0]
+
+
+MODES = {TX: "source", RX: "sink"}
+# Limits, length of frames, and what is limited to that.
+CASES = {
+    "pps-tx": ("pps-tx=4000", 64, TX, "packets", 4000),
+    "pps-rx": ("pps-rx=4000", 64, RX, "packets", 4000),
+    "bps-tx": ("bps-tx=8M", 1514, TX, "bytes", 8 << 20),
+    "bps-rx": ("bps-rx=8M", 1514, RX, "bytes", 8 << 20),
+    "pps of the guest": ("pps=4000", 64, TX, "packets", 4000),
+    "bps to the guest": ("bps=8M", 1514, RX, "bytes", 8 << 20),
+    "pps-size": ("pps-tx=4000,limits.pps-size=250", 1000, TX, "packets", 1000),
+    "both": ("pps-rx=6000,limits.bps-rx=2M", 1024, RX, "packets", 2048),
+}
+
+
+@pytest.mark.parametrize("pairs", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_a_rate_of_a_tap_is_kept(rig, case, pairs):
+    limits, length, way, unit, wanted = CASES[case]
+    with Ports(rig, f"tap-{case.replace(' ', '-')}-{pairs}", f"limits.{limits}", pairs=pairs) as ports:
+        with ports.load(MODES[way], *FAST, "--size", str(length), key=f"{way}-packets"):
+            close(f"{case} with {pairs} pairs", ports.rate(f"{way}-{unit}"), wanted, 3)
+        waited = [q["limited-us"] for q in ports.list()]
+        r.require(sum(waited) > SECONDS * 300_000, f"status does not show the wait: {waited}")
+
+
+@pytest.mark.parametrize("pairs", [1, 2])
+@pytest.mark.parametrize("case", ["pps-tx", "pps-rx", "bps-tx", "bps-rx"])
+def test_a_rate_of_a_switch_is_kept_and_its_sender_is_not_held_up(rig, case, pairs):
+    """vm0 sends to vm1, and as vm1 is silent, also to vm2, which has no limits."""
+    limits, length, way, unit, wanted = CASES[case]
+    own = [f"limits.{limits}"] if way == TX else ["", f"limits.{limits}"]
+    with Ports(rig, f"switch-{case}-{pairs}", *own, switched=True, ports=3, pairs=pairs) as ports:
+        with ports.load("sink", at=1), ports.load("sink", at=2), ports.load("source", "--rate", "12k", "--size", str(length)) as source:
+            r.wait_for("frames", lambda: ports.total(f"{RX}-packets", 2) > 0)
+            keys = [(f"{RX}-{unit}", 1), (f"{TX}-{unit}", 0), (f"{RX}-{unit}", 2)]
+            limited, sent, other = ports.rates(*keys)
+            close(f"{case} with {pairs} pairs", limited, wanted, 3)
+            if way == RX:
+                free = 12_000 * (length if unit == "bytes" else 1)
+                close("the sender, which has no limits", sent, free, 5)
+                close("the other receiver", other, free, 5)
+                r.require(ports.dropped("limited", 1) > 0 and ports.dropped("limited", 2) == 0, "frames are dropped and not counted")
+                r.require(sum(q["limited-us"] for q in ports.list(1)) > 1_000_000, f"status shows no wait: {ports.list(1)}")
+            else:
+                close("the sender", sent, wanted, 3)
+                r.require(ports.dropped("limited", 1) == 0, "a frame of the limited sender is dropped")
+            r.require(source.running(), source.tail())
+
+
+def test_directions_have_limits_of_their_own(rig):
+    """An echo gets more than it may send: its transmit ring is full, and the frames to it continue."""
+    with Ports(rig, "both", "limits.pps-rx=5000,limits.pps-tx=2000") as ports:
+        with ports.load("echo", *FAST, key=f"{TX}-packets"):
+            to, back = ports.rates((f"{RX}-packets", 0), (f"{TX}-packets", 0))
+            close("to the guest", to, 5000, 3)
+            close("from it", back, 2000, 3)
+        ports.cli("limit", "vm0", "--pps", "6000")
+        with ports.load("echo", *FAST, key=f"{TX}-packets"):
+            to, back = ports.rates((f"{RX}-packets", 0), (f"{TX}-packets", 0))
+            close("both together", to + back, 6000, 3)
+            r.require(min(to, back) > 1500, f"one direction starves: {to} to the guest, {back} from it")
+
+
+def test_a_burst_lasts_as_long_as_it_may(rig):
+    with Ports(rig, "burst", "limits.pps-tx=1000,limits.burst-pps-tx=5000:2s") as ports:
+        since = time.monotonic()
+        with ports.load("source", *FAST):
+            time.sleep(6 - (time.monotonic() - since))
+            # 5000 for 2 s are the bucket, 1000 a second leak out of it.
+            sent, lasted = ports.total(f"{TX}-packets"), time.monotonic() - since
+            r.require(10_000 <= sent <= 1.03 * (10_000 + 1000 * lasted), f"{sent} in {lasted} s")
+            close("after the burst", ports.rate(f"{TX}-packets"), 1000, 3)
+
+
+@pytest.mark.parametrize("mode", ["source", "sink"])
+def test_limits_are_set_and_lifted_under_load(rig, mode):
+    key = f"{TX if mode == 'source' else RX}-packets"
+    with Ports(rig, f"set-{mode}") as ports, ports.load(mode, "--rate", "20k", key=key) as load:
+        free = ports.rate(key, seconds=2)
+        r.require(free > 12_000, f"without limits {free}")
+        for wanted in (1000, 4000):
+            ports.cli("limit", "vm0", "--pps", str(wanted))
+            close(f"--pps {wanted}", ports.rate(key, seconds=3), wanted, 4)
+            r.require(f"pps {wanted}" in ports.cli("limit", "vm0").stdout, ports.cli("limit", "vm0").stdout)
+        ports.cli("limit", "vm0", "--bps", "1", "--pps", "1")
+        r.require(ports.rate(key, seconds=1) <= 2, "nothing should pass")
+        used = [w["cpu-time-us"] for w in ports.status()["workers"]]
+        time.sleep(2)
+        used = [w["cpu-time-us"] - before for w, before in zip(ports.status()["workers"], used)]
+        r.require(max(used) < 200_000, f"a queue that waits uses {used} us of 2 s")
+        ports.cli("limit", "vm0", "--off")
+        again = ports.rate(key, seconds=2)
+        r.require(again > 12_000, f"after --off {again}")
+        r.require("no limits" in ports.cli("limit", "vm0").stdout, "limits are left")
+        r.require(load.running(), load.tail())
+
+
+@pytest.mark.parametrize("mode", ["source", "sink"])
+def test_a_queue_that_moves_keeps_its_budget(rig, mode):
+    key = f"{TX if mode == 'source' else RX}-packets"
+    with Ports(rig, f"moves-{mode}", "limits.pps=4000") as ports, ports.load(mode, *FAST, key=key) as load:
+        others = [ports.worker_new(), ports.worker_new()]
+        turn = itertools.count()
+
+        def move():
+            ports.cli("attach", "vm0:0-1", str(others[next(turn) % 2]))
+            time.sleep(0.1)
+
+        moving = r.Repeating(move)
+        close("while the queues move", ports.rate(key), 4000, 3)
+        moving.stop()
+        r.require(next(turn) > 5, "the queues hardly moved")
+        r.require(load.running(), load.tail())
+
+
+@pytest.mark.parametrize("way", [TX, RX])
+def test_members_of_a_group_share_alike(rig, way):
+    """One sends frames of 64 bytes, the other of 1514. A third port has no limits."""
+    key, mode = f"{way}-packets", MODES[way]
+    with Ports(rig, f"group-{way}", "limits.pps=4000,limits.group=tenant", "limits.group=tenant", ports=3, pairs=1) as ports:
+        with contextlib.ExitStack() as loads:
+            for at, (length, rate) in enumerate([("64", "15k"), ("1514", "15k"), ("64", "3k")]):
+                loads.enter_context(ports.load(mode, "--rate", rate, "--size", length, at=at, key=key))
+            ports.cli("attach", "vm1:0", str(ports.worker_new()))
+            first, second, third = ports.rates(*((key, at) for at in range(3)))
+            close("the one and the other", first, second, 10)
+            close("all of the group", first + second, 4000, 3)
+            close("the port without limits", third, 3000, 5)
+        table = ports.cli("status").stdout
+        r.require(table.count("tenant") == 2 and "pps 4000" in table, table)
+        with ports.load(mode, *FAST, at=1):
+            close("alone in its group", ports.rate(key, 1), 4000, 3)
+
+
+def test_receivers_of_a_switch_share_alike(rig):
+    with Ports(rig, "receivers", "", "limits.pps-rx=4000,limits.group=g", "limits.group=g", switched=True, ports=3, pairs=1) as ports:
+        with ports.load("sink", at=1), ports.load("sink", at=2), ports.load("source", "--rate", "12k"):
+            first, second = ports.rates((f"{RX}-packets", 1), (f"{RX}-packets", 2))
+            close("the one and the other", first, second, 10)
+            close("both", first + second, 4000, 3)
+
+
+def hostile(nic):
+    """Chains that are no frames: only a header, nothing at all, an empty indirect table, memory that is not the guest's."""
+    ring = nic.rings[1]
+    at = ring.room(64)
+    yield lambda: ring.add([(at, c.HEADER, 0)])
+    yield lambda: ring.add([(at, 0, 0)])
+    yield lambda: ring.add([(at, c.HEADER, 0), (at, 0, 0), (at, 0, 0)])
+    yield lambda: ring.add([(c.MEMORY + (1 << 40), 100, 0)])
+
+
+@pytest.mark.parametrize("switched", [False, True], ids=["tap", "switch"])
+def test_chains_that_are_no_frames_pass_no_faster(rig, switched):
+    """Each counts as a packet, and one that has to wait is there once."""
+    with Ports(rig, f"hostile{int(switched)}", "limits.pps-tx=500", switched=switched, ports=2, pairs=1) as ports:
+        with c.Nic(ports.sockets[0]) as nic:
+            ring, kinds, done = nic.rings[1], itertools.cycle(hostile(nic)), 0
+            since = time.monotonic()
+            while (passed := time.monotonic() - since) < 4:
+                while len(ring.free) >= 3:
+                    next(kinds)()
+                ring.publish()
+                while ring.pop(0.05) is not None:
+                    done += 1
+            close("chains in a second", done / passed, 500 * (1 + 0.05 / passed), 4)
+            drops = sum(sum(q["net"]["drops"].values()) for q in ports.list())
+            r.require(done <= drops <= done + ring.size, f"{done} chains came back, and {drops} drops are counted")
+
+
+def test_one_frame_at_a_time_is_not_lost_nor_doubled(rig):
+    """Each frame waits for the limit: it is returned to the ring, and read again."""
+    with Ports(rig, "whole", "limits.pps-tx=50", switched=True, ports=2, pairs=1) as ports:
+        with c.Nic(ports.sockets[0]) as a, c.Nic(ports.sockets[1]) as b:
+            for number in range(60):
+                b.fill(1, 2048)
+                a.transmit(f.frame(number, 200, n.B_MAC, n.A_MAC))
+                got = b.take()
+                r.require(got is not None, f"frame {number} does not come")
+                f.check(got[1], number, 200, n.B_MAC, n.A_MAC)
+            r.require(ports.total(f"{TX}-packets", 0) == 60, f"{ports.list(0)}")
+            r.require(ports.list(0)[0]["limited-us"] > 500_000, f"the limit was not met: {ports.list(0)}")
+
+
+def test_a_limited_guest_may_go_at_any_time(rig):
+    """Killed, removed, its rings switched off; and the daemon ends at once."""
+    with Ports(rig, "gone") as ports:
+        for mode in ("source", "sink"):
+            with ports.load(mode, *FAST):
+                ports.cli("limit", "vm0", "--bps", "1")
+                time.sleep(0.3)
+            ports.cli("limit", "vm0", "--off")
+        with ports.load("echo", *FAST):
+            ports.cli("limit", "vm0", "--pps", "1")
+            time.sleep(0.3)
+            ports.cli("attach", "vm0:0-1", str(ports.worker_new()))
+            ports.cli("quit", "--force")
+            r.require(ports.child.wait() == 0, ports.child.tail())
+
+
+WRONG = [
+    (["--pps", "0"], "out of range"),
+    (["--pps", "5K"], "--pps"),
+    (["--pps-rx", "10", "--burst-pps-rx", "5"], "--burst-pps-rx 5 is less than"),
+    (["--burst-bps-tx", "5"], "give --bps-tx too"),
+    (["--bps", "10", "--pps-size", "1500"], "give --pps too"),
+    (["--iops", "10"], "iops is a limit of disks", "give pps instead"),
+    (["--bps-read", "10"], "bps-read is a limit of disks", "give bps-rx instead"),
+    (["--group", "nobodys"], "no group nobodys", "--pps"),
+    (["--bps", "10", "--group", "disks"], "group disks is of disks", "--group"),
+    (["--group", "disks"], "group disks is of disks"),
+]
+
+
+def test_wrong_limits_are_refused(rig):
+    with Ports(rig, "wrong") as ports:
+        ports.cli("disk", "add", "name=d0,format=null,size=1G")
+        disk = f"type=vhost-user-blk,name=d0,disk=d0,socket={rig.dir}/d0.sock"
+        ports.cli("export", "add", f"{disk},limits.bps=5M,limits.group=disks")
+        for arguments, *said in WRONG:
+            r.message_of(ports.cli("limit", "vm0", *arguments, check=False), *said)
+        r.message_of(ports.cli("limit", "d0", "--pps-tx", "5", check=False), "pps-tx is a limit of networks", "give iops-write instead")
+        r.require("limits" not in next(e for e in ports.status()["exports"] if e["name"] == "vm0"), "a refused limit is there")
+        for keys, *said in (["iops=5", "give pps instead"], ["pps=0", "out of range"], ["pps=5,engine=kernel", "leave out engine=kernel"]):
+            export = f"type=vhost-user-net,name=x,net=vl0,socket={rig.dir}/x.sock,limits.{keys}"
+            r.message_of(ports.cli("export", "add", export, check=False), *said)
+        ports.cli("net", "add", "type=switch,name=s0")
+        ports.cli("net", "add", "type=tap,name=up,ifname=vlup")
+        uplink = "type=uplink,name=u0,net=s0,tap=up"
+        r.message_of(ports.cli("export", "add", f"{uplink},limits.pps=5", check=False), "limits", "uplink")
+        ports.cli("export", "add", uplink)
+        r.message_of(ports.cli("limit", "u0", "--pps", "5", check=False), "u0 is an uplink")
+
+
+def test_the_kernel_is_not_chosen_for_a_port_with_limits(rig):
+    with Ports(rig, "auto", "engine=auto,limits.pps=100") as ports:
+        export = ports.status()["exports"][0]
+        r.require((export["engine"], export["engine-reason"]) == ("user", "the kernel has no limits"), f"{export}")
+
+
+def test_limits_are_in_the_configuration(rig):
+    with Ports(rig, "config") as ports:
+        limits = {"pps-rx": 5000, "bps": 1 << 30, "burst-bps": "2147483648:3s", "pps-size": 1514, "group": "g"}
+        ports.cli("qmp", "export-limit", json.dumps({"name": "vm0", "limits": limits}))
+        export = json.loads(ports.cli("qmp", "query-exports").stdout)[0]
+        r.require(export["limits"] == limits, f"{export}")
+        shown = ports.cli("config", "show").stdout
+        r.require("[export.limits]" in shown and "pps-rx = 5000" in shown, shown)
+        file = rig.dir / "again.toml"
+        file.write_text(shown.replace("config.ctl", "again.ctl"))
+        ports.cli("config", "check", str(file))
+        line = next(line for line in ports.cli("status").stdout.splitlines() if line.startswith("vm0 ") and "pps-rx" in line)
+        for word in ("g", "pps-rx 5000", "bps 1G+2G:3s", "pps-size 1514"):
+            r.require(word in line, f"{word} is not in: {line}")
