@@ -1,13 +1,15 @@
 """qcow2-backup: what guests keep of their IOPS while their disk is backed up, by vshunt and by QEMU's storage daemon.
 
 Both are asked with the same QMP commands for one full backup after the other, each into a fresh image beside the disk's,
-with default limits, from before the load begins until it has ended. A server that does not survive that is a note with its
+with default limits, from before the load begins until it has ended. vshunt does the same with a fleecing file on tmpfs, and
+on ext4 also with one beside the image. A server that does not survive that is a note with its
 last words. What must never happen: a run that counts as one beside a backup though none was under way.
 """
 import contextlib
 import json
 import os
 import socket
+import subprocess
 import threading
 import time
 
@@ -27,6 +29,9 @@ JOBS = ["rr:32:1", "rw:32:1"]
 TIME_S, TIME_QUICK_S = 8, 3
 KEPT_MIN = 0.7
 BESIDE = ", backup"
+FLEECE_MEMORY, FLEECE_DISK = BESIDE + ", fleece tmpfs", BESIDE + ", fleece same disk"
+# Of a backup with a fleecing file on tmpfs, random writes.
+KEPT_FLEECE_MIN = 0.5
 ANSWER_S = 20
 LOOK_S = 0.05
 
@@ -85,8 +90,9 @@ class Backups:
     """One after the other, from a thread, while this is entered. `done`: how many; `copied`: bytes, all together;
     `error`: why there were no more."""
 
-    def __init__(self, img, monitor, folder):
-        self.img, self.monitor, self.folder = img, monitor, folder
+    def __init__(self, img, monitor, folder, fleece=None):
+        """`fleece`: the argv of vshunt's command line up to the command, and the folder of the fleecing file."""
+        self.img, self.monitor, self.folder, self.fleece = img, monitor, folder, fleece
         self.done, self.copied, self.error = 0, 0, None
         self._stop, self._running = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True)
@@ -111,15 +117,26 @@ class Backups:
             self.error = str(e) or type(e).__name__
             self._running.set()
 
+    def _start(self, qmp, name):
+        if not self.fleece:
+            qmp.ask("blockdev-backup", **{"job-id": f"job-{name}", "device": "d", "target": name, "sync": "full"})
+            return
+        # The command line passes the folder of the file to the sandbox.
+        argv, folder = self.fleece
+        start = ["backup", "start", "d", "--target", name, "--job", f"job-{name}", "--fleece", os.path.join(folder, f"{name}.fleece")]
+        done = subprocess.run([*argv, *start], capture_output=True, text=True, timeout=ANSWER_S)
+        if done.returncode:
+            raise OSError(f"backup start: {done.stderr.strip()}")
+
     def _one(self, qmp, name):
         with files(os.path.join(self.folder, f"{name}.qcow2")) as (path,):
             qemu_img([*self.img, "create", "-q", "-f", "qcow2", path, str(IMAGE_BYTES)])
             qmp.ask("blockdev-add", **{"driver": "qcow2", "node-name": name, "cache": {"direct": True},
                                        "file": {"driver": "file", "filename": path, "cache": {"direct": True}}})
-            qmp.ask("blockdev-backup", **{"job-id": f"job-{name}", "device": "d", "target": name, "sync": "full"})
+            self._start(qmp, name)
             self._running.set()
             copied = 0
-            while job := next((j for j in qmp.ask("query-jobs") if j["id"] == f"job-{name}"), None):
+            while job := next((j for j in qmp.ask("query-jobs") if j["id"] == f"job-{name}" and j["status"] != "concluded"), None):
                 copied = max(copied, job["current-progress"])
                 if self._stop.is_set():
                     with contextlib.suppress(OSError):  # it may just have ended
@@ -128,6 +145,8 @@ class Backups:
             self.copied += copied
             if (error := qmp.errors.get(f"job-{name}")) and not self._stop.is_set():
                 raise OSError(f"a backup failed: {error}")
+            if self.fleece:
+                qmp.ask("job-dismiss", id=f"job-{name}")
             qmp.ask("blockdev-del", **{"node-name": name})
             self.done += not self._stop.is_set()
 
@@ -150,20 +169,24 @@ def _compare(q, img, name, folder, jobs):
             takers = [ours(b.tools, image.qcow2, OURS, "1"),
                       *([_with_monitor(peer(b.tools, image.qcow2))] if b.tools.qsd else [])]
             b.report.line(f"  here runs take {_time_s(q)} s")
-            plan = [(t, beside) for t in takers for beside in (False, True)]
+            plan = [(t, beside) for t in takers for beside in ("", BESIDE)]
+            fleeces = {FLEECE_MEMORY: b.shm} if b.shm else {}
+            if folder != b.shm:
+                fleeces[FLEECE_DISK] = folder
+            plan += [(takers[0], beside) for beside in fleeces]
             for rep in range(b.o.reps):
                 turn = rep % len(plan)
                 for job in jobs:
                     for taker, beside in plan[turn:] + plan[:turn]:
-                        label = taker.name + (BESIDE if beside else "")
+                        label = taker.name + beside
                         cell = cells.setdefault((str(job), label), Cell())
                         if not cell.given_up():
                             b.report.progress(f"{name}: repetition {rep + 1} of {b.o.reps}, {job}, {label}")
-                            cell.add(_run(q, img, name, taker, job, folder if beside else None))
+                            cell.add(_run(q, img, name, taker, job, beside, folder, fleeces.get(beside)))
     except OSError as e:
         b.report.note(f"{name}: {e}")
         return
-    names = [t.name + s for t in takers for s in ("", BESIDE)]
+    names = [t.name + beside for t, beside in plan]
     b.report.table(["job", *names], [[str(j), *(_text(cells[str(j), n]) for n in names)] for j in jobs], "  ")
     b.report.line("  medians; us: server's CPU time an I/O; MiB/s: copied by backups beside it")
     b.report.data["cases"][name] = {"loads": [{"job": j, "contestant": n, "runs": c.runs} for (j, n), c in cells.items()]}
@@ -173,6 +196,8 @@ def _compare(q, img, name, folder, jobs):
     b.report.line("  targets:")
     for job in jobs:
         verdicts.ratio(b.report, name, cells, job, [OURS + BESIDE], [OURS], KEPT_MIN, rate)
+        if FLEECE_MEMORY in fleeces and job.rw == "rw":
+            verdicts.ratio(b.report, name, cells, job, [OURS + FLEECE_MEMORY], [OURS], KEPT_FLEECE_MIN, rate)
 
 
 def _time_s(q):
@@ -191,18 +216,20 @@ def _text(cell):
     return cell.text(None, rate) + ("" if copied is None else f" {copied:,.0f} MiB/s")
 
 
-def _run(q, img, name, contestant, job, folder):
-    """-> a result, 'hung', or 'failed: why'; with backups into `folder`, if there is one."""
+def _run(q, img, name, contestant, job, beside, folder, fleece):
+    """-> a result, 'hung', or 'failed: why'; with backups into `folder`, if there are any `beside`, with fleecing files in the
+    folder `fleece`, if there is one."""
     b, client = q.b, q.client
     time_s, client.time_s = client.time_s, _time_s(q)
-    label = f"{name} {job}: {contestant.name}" + (BESIDE if folder else "")
+    label = f"{name} {job}: {contestant.name}{beside}"
     try:
         with b.server(contestant.name, contestant.argv(job.queues)) as server:
             monitor = server.control if contestant.name == OURS else f"{server.sock}.qmp"
-            beside = Backups(img, monitor, folder) if folder else contextlib.nullcontext()
+            fleecing = ([b.tools.vshunt, "-c", server.control], fleece) if fleece else None
+            copying = Backups(img, monitor, folder, fleecing) if beside else contextlib.nullcontext()
             begun = time.monotonic()
             try:
-                with beside as backups:
+                with copying as backups:
                     result = client.load_socket(job, server, lambda pid: b.autopsy(name, contestant, job, server, pid))
                     took = time.monotonic() - begun
             except (ClientError, Hung) as e:
