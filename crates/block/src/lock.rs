@@ -22,12 +22,21 @@ const DENIED_BASE: i64 = 200;
 /// byte.
 const PASSTHROUGH: i64 = 300;
 
-/// How long a process waits for the lock of another one. A killed process holds its locks until its
-/// io_uring has completed its operations. The wait also orders its last writes before those of its
-/// successor.
+/// A process holds a byte from here on: that of its process id. QEMU does not use these bytes.
+const PROCESS_BASE: i64 = 1 << 20;
+/// The kernel's limit of process ids.
+const PROCESSES: i64 = 1 << 22;
+/// Processes that are looked at, at most.
+const HOLDERS_MAX: usize = 64;
+
+/// How long a process waits for the lock of another one.
 const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 5 });
+/// The same if all holders were killed. A killed process holds its locks until its io_uring has
+/// completed its operations, which may take long on a slow disk. The wait also orders its last
+/// writes before those of its successor.
+const PATIENCE_KILLED: Duration = Duration::from_secs(if cfg!(test) { 6 } else { 60 });
 const RETRY: Duration = Duration::from_millis(10);
-/// A wait that is longer than this is reported. The locks of a killed process end before that.
+/// A wait that is longer than this is reported. The locks of most killed processes end before that.
 const NOTICE: Duration = Duration::from_millis(500);
 
 /// How an image is used. The values are the bit numbers of the protocol.
@@ -49,11 +58,11 @@ use Permission::{ConsistentRead, Resize, Write};
 /// `Busy`, with the conflicting lock; `Io` for errors of the system.
 pub fn lock(file: &File, path: &Path, readonly: bool) -> Result<()> {
     lock_telling(file, path, readonly, &mut |patience| {
-        tracing::warn!(
-            "{} is in use by another process; waiting up to {} s for it",
-            path.display(),
-            patience.as_secs()
-        );
+        let by = match patience == PATIENCE_KILLED {
+            true => "a killed process that has requests in flight",
+            false => "another process",
+        };
+        tracing::warn!("{} is in use by {by}; waiting up to {} s for it", path.display(), patience.as_secs());
     })
 }
 
@@ -67,13 +76,18 @@ pub fn lock_telling(file: &File, path: &Path, readonly: bool, waits: &mut dyn Fn
     let mut told = false;
     loop {
         match try_lock(file, path, readonly) {
-            Err(e) if e.kind() == Kind::Busy && start.elapsed() < PATIENCE => {
-                if !told && start.elapsed() >= NOTICE {
-                    told = true;
-                    waits(PATIENCE);
-                }
+            Err(e) if e.kind() == Kind::Busy => {
                 // Two processes that wait and keep their locks would wait for each other.
                 release(file);
+                let waited = start.elapsed();
+                let patience = if waited >= NOTICE && were_killed(file) { PATIENCE_KILLED } else { PATIENCE };
+                if waited >= patience {
+                    return Err(e);
+                }
+                if !told && waited >= NOTICE {
+                    told = true;
+                    waits(patience);
+                }
                 std::thread::sleep(RETRY);
             }
             result => return result,
@@ -112,6 +126,7 @@ fn take(file: &File, path: &Path, readonly: bool) -> Result<&'static [Permission
     for at in used_bytes.chain(DENIED.iter().map(|&p| DENIED_BASE + p as i64)) {
         hold(file, at).map_err(|e| refused(path, e))?;
     }
+    hold(file, PROCESS_BASE + i64::from(std::process::id())).map_err(|e| refused(path, e))?;
     Ok(used)
 }
 
@@ -162,6 +177,37 @@ impl Permission {
     }
 }
 
+/// Returns whether all processes that say which they are by a lock have ended or are ending. False
+/// if there are none, as for QEMU, or if it cannot be told.
+fn were_killed(file: &File) -> bool {
+    let (mut at, mut found) = (PROCESS_BASE, 0);
+    let end = PROCESS_BASE + PROCESSES;
+    while found < HOLDERS_MAX && at < end {
+        let Ok(Some(next)) = first_held(file, at, end - at) else { break };
+        if !is_ending((next - PROCESS_BASE) as i32) {
+            return false;
+        }
+        (at, found) = (next + 1, found + 1);
+    }
+    found > 0
+}
+
+/// Returns whether a process has ended, or is about to. False if that cannot be told.
+fn is_ending(pid: i32) -> bool {
+    /// `PF_EXITING` of the kernel's `include/linux/sched.h`.
+    const EXITING: u64 = 4;
+    let Some(process) = rustix::process::Pid::from_raw(pid) else { return false };
+    if matches!(rustix::thread::sched_getaffinity(Some(process)), Err(rustix::io::Errno::SRCH)) {
+        return true;
+    }
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name of the program is in brackets, and may have any characters.
+    let Some((_, rest)) = stat.rsplit_once(')') else { return false };
+    let fields: Vec<&str> = rest.split_whitespace().collect();
+    let flags = fields.get(6).and_then(|flags| flags.parse::<u64>().ok()).unwrap_or(0);
+    matches!(fields.first(), Some(&"Z" | &"X")) || flags & EXITING != 0
+}
+
 /// Marks the image as used by FUSE passthrough, until this open file is closed.
 pub(super) fn mark_passthrough(file: &File) -> io::Result<()> {
     hold(file, PASSTHROUGH)
@@ -202,10 +248,15 @@ pub(super) fn release(file: &File) {
 
 /// Returns whether another open file holds a lock on one byte: a write lock would fail.
 fn held_by_another(file: &File, at: i64) -> io::Result<bool> {
-    let mut lock = one_byte(libc::F_WRLCK, at);
+    first_held(file, at, 1).map(|held| held.is_some())
+}
+
+/// Returns the first of `len` bytes from `at` on which another open file holds a lock.
+fn first_held(file: &File, at: i64, len: i64) -> io::Result<Option<i64>> {
+    let mut lock = libc::flock { l_len: len, ..one_byte(libc::F_WRLCK, at) };
     // SAFETY: F_OFD_GETLK reads and writes a struct flock, which outlives the call.
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &mut lock) } {
-        0 => Ok(i32::from(lock.l_type) != libc::F_UNLCK),
+        0 => Ok((i32::from(lock.l_type) != libc::F_UNLCK).then_some(lock.l_start.max(at))),
         _ => Err(io::Error::last_os_error()),
     }
 }

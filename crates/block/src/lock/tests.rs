@@ -63,6 +63,40 @@ fn a_lock_that_is_released_soon_is_waited_for() {
     goes.join().unwrap();
 }
 
+/// A killed process whose io_uring has requests in flight keeps its locks for as long as those
+/// last.
+#[test]
+fn the_locks_of_a_killed_process_are_waited_for_longer() {
+    let dir = scratch("/var/tmp");
+    let path = image(&dir, "disk.img", 1 << 20);
+    let mut gone = Command::new("true").spawn().unwrap();
+    let pid = i64::from(gone.id());
+    let held = File::options().read(true).write(true).open(&path).unwrap();
+    for at in [101, 201, super::PROCESS_BASE + pid] {
+        super::hold(&held, at).unwrap();
+    }
+    let probe = File::options().read(true).open(&path).unwrap();
+    // Until it is waited for, it is there as a zombie.
+    let until = Instant::now() + Duration::from_secs(30);
+    while !super::were_killed(&probe) {
+        assert!(Instant::now() < until, "a process that has ended counts as one that runs");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    gone.wait().unwrap();
+    assert!(super::were_killed(&probe));
+    let goes = std::thread::spawn(move || {
+        std::thread::sleep(super::PATIENCE + Duration::from_millis(500));
+        drop(held);
+    });
+    let mut told = None;
+    let mine = File::options().read(true).write(true).open(&path).unwrap();
+    super::lock_telling(&mine, &path, false, &mut |patience| told = Some(patience)).unwrap();
+    assert_eq!(told, Some(super::PATIENCE_KILLED));
+    goes.join().unwrap();
+    // This process runs, and nobody else holds it.
+    assert!(!super::were_killed(&probe) && !super::were_killed(&mine));
+}
+
 /// A QEMU program that has the image open until it is dropped.
 struct Holder(Child);
 
