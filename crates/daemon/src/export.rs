@@ -431,6 +431,7 @@ pub(super) fn queue_info(
         kicks: stats.kicks.load(Relaxed),
         notifications: stats.notifications.load(Relaxed),
         limited_us: stats.limited_ns.load(Relaxed) / 1000,
+        limited: stats.limited_now.load(Relaxed) > 0,
         net: None,
         service_times: stats.latency.info(),
     }

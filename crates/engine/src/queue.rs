@@ -134,6 +134,8 @@ pub struct QueueStats {
     pub notifications: AtomicU64,
     /// Nanoseconds that requests waited for limits.
     pub limited_ns: AtomicU64,
+    /// Directions of the queue in which a request waits for limits now.
+    pub limited_now: AtomicU32,
     /// Service times of its requests, if they are measured.
     pub latency: Latency,
 }

@@ -315,7 +315,7 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
         while taken < budget && self.iteration_bytes < ITERATION_BYTES {
             // A request that is read cannot be returned, and what it is is not known before.
             if limited && !self.limit.ask_any() {
-                self.limit.hold(uring, place.with(0, OP_LIMIT));
+                self.limit.hold(uring, place.with(0, OP_LIMIT), &self.stats);
                 break;
             }
             match self.transport.next(&self.buffers) {

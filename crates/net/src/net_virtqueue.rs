@@ -123,6 +123,10 @@ impl NetVirtqueue {
         self.staged = true;
     }
 
+    pub(crate) fn stats(&self) -> &QueueStats {
+        &self.stats
+    }
+
     /// Counts a batch of frames that the guest received.
     pub(crate) fn received(&self, frames: u64, bytes: u64) {
         self.net.received(frames, bytes);

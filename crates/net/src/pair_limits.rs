@@ -57,8 +57,8 @@ impl SideGate {
     }
 
     /// Waits, because the gate did not let a frame pass.
-    pub(crate) fn hold(&mut self, uring: &mut Uring, place: Token) {
-        self.gate.hold(uring, place.with(0, self.op));
+    pub(crate) fn hold(&mut self, uring: &mut Uring, place: Token, stats: &QueueStats) {
+        self.gate.hold(uring, place.with(0, self.op), stats);
     }
 
     /// Counts the time for which frames are dropped, after the gate did not let one pass.

@@ -533,9 +533,13 @@ pub struct QueueInfo {
     pub kicks: u64,
     /// Notifications sent to the guest. Of a mount: replies.
     pub notifications: u64,
-    /// How long the queue waited for its limits, in microseconds.
+    /// How long the queue waited for its limits, in microseconds. Both directions of a queue pair
+    /// add to it.
     #[serde(default)]
     pub limited_us: u64,
+    /// Whether it waits for its limits now.
+    #[serde(default)]
+    pub limited: bool,
     /// vhost-user-net, uplink: frames in each direction.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub net: Option<NetQueueCounters>,

@@ -2,6 +2,7 @@
 //! time.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use io_uring::types::Timespec;
 
@@ -152,7 +153,7 @@ impl LimitGate {
 
     /// Arms the timer until the time at which the queue should ask again.
     #[cold]
-    pub fn hold(&mut self, uring: &mut Uring, token: Token) {
+    pub fn hold(&mut self, uring: &mut Uring, token: Token, stats: &QueueStats) {
         if self.held_at.is_some() {
             return;
         }
@@ -161,6 +162,7 @@ impl LimitGate {
         // The clamp keeps it below a second.
         *self.timer = Timespec::new().nsec(u32::try_from(wait).unwrap_or(u32::MAX));
         self.held_at = Some(now);
+        stats.limited_now.store(stats.limited_now.load(Relaxed) + 1, Relaxed);
         // SAFETY: the time is boxed and does not change until the timer's completion, without which
         // the queue neither leaves its worker nor is dropped (`is_held`).
         unsafe { uring.timer(&raw const *self.timer, token) };
@@ -176,6 +178,8 @@ impl LimitGate {
     pub fn expired(&mut self, stats: &QueueStats) {
         if let Some(since) = self.held_at.take() {
             QueueStats::add(&stats.limited_ns, now().saturating_sub(since) / TICKS_PER_NS);
+            // Only the queue's worker writes it.
+            stats.limited_now.store(stats.limited_now.load(Relaxed).saturating_sub(1), Relaxed);
         }
     }
 

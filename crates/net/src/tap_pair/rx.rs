@@ -190,7 +190,7 @@ impl Rx {
             return true;
         }
         match self.outstanding {
-            0 => gate.hold(uring, place),
+            0 => gate.hold(uring, place, self.to.virtqueue.stats()),
             _ => self.cut = true,
         }
         false

@@ -106,7 +106,7 @@ impl Tx {
                 && !gate.ask(frame.map_or(0, |bytes| (bytes - self.header) as u64))
             {
                 self.virtqueue.vring.unpop(self.virtqueue.chain.head);
-                gate.hold(uring, token);
+                gate.hold(uring, token, self.virtqueue.stats());
                 break;
             }
             taken += 1;

@@ -232,7 +232,7 @@ impl BlkQueue {
                     let parsed = self.parse();
                     if limited && !self.may_begin(&parsed) {
                         self.vring.unpop(self.chain.head);
-                        self.limit.hold(uring, base.with(0, OP_LIMIT));
+                        self.limit.hold(uring, base.with(0, OP_LIMIT), &self.stats);
                         break;
                     }
                     self.begin(uring, base, &parsed);

@@ -554,6 +554,7 @@ mod tests {
             kicks: 0,
             notifications: 0,
             limited_us: 0,
+            limited: false,
             net,
             service_times: None,
         };

@@ -96,7 +96,7 @@ impl Tx {
                 && !gate.ask(len.map_or(0, |len| len as u64))
             {
                 self.virtqueue.vring.unpop(self.virtqueue.chain.head);
-                gate.hold(uring, place);
+                gate.hold(uring, place, self.virtqueue.stats());
                 break;
             }
             taken += 1;

@@ -7,8 +7,19 @@ use super::view::{ExportRow, Latency, QueueRow, Rates, View, WorkerRow};
 
 pub(super) const EXPORTS: [&str; 9] =
     ["EXPORT", "TYPE", "BACKEND", "STATE", ">IN-FLIGHT", ">REQ/s", ">READ/s", ">WRITTEN/s", ">P99"];
-pub(super) const QUEUES: [&str; 10] =
-    ["QUEUE", ">WORKER", "STATE", ">IN-FLIGHT", ">REQ/s", ">READ/s", ">WRITTEN/s", ">ERR/s", ">P50", ">P99"];
+pub(super) const QUEUES: [&str; 11] = [
+    "QUEUE",
+    ">WORKER",
+    "STATE",
+    ">IN-FLIGHT",
+    ">REQ/s",
+    ">READ/s",
+    ">WRITTEN/s",
+    ">ERR/s",
+    ">LIM%",
+    ">P50",
+    ">P99",
+];
 pub(super) const WORKERS: [&str; 10] =
     [">WORKER", "NAME", "CPUS", ">BUSY%", ">POLL%", ">CPU%", "NOTE", ">REQ/s", ">SLEEPS/s", "QUEUES"];
 /// The columns of the share of the busy time, and of the note.
@@ -37,6 +48,7 @@ pub(super) fn export(row: &ExportRow) -> [String; 9] {
         ExportKind::Uplink => "uplink",
     };
     let state = match (row.kind, row.connected) {
+        _ if row.limited => "limited",
         (ExportKind::Fuse, _) => "mounted",
         (ExportKind::Uplink, _) => "joined",
         (_, true) => "connected",
@@ -61,17 +73,18 @@ fn latency(latency: Option<Latency>, of: impl Fn(Latency) -> u64) -> String {
     latency.map_or("-".to_owned(), |l| time(of(l)))
 }
 
-pub(super) fn queue(row: &QueueRow) -> [String; 10] {
+pub(super) fn queue(row: &QueueRow) -> [String; 11] {
     let [requests, read, written, errors] = rates(&row.rates);
     [
         row.name(),
         row.worker.to_string(),
-        row.state.clone(),
+        if row.limited { "limited".to_owned() } else { row.state.clone() },
         row.in_flight.to_string(),
         requests,
         read,
         written,
         errors,
+        if row.limited { format!("{:.0}", row.limited_percent) } else { "-".to_owned() },
         latency(row.service_times, |l| l.p50_ns),
         latency(row.service_times, |l| l.p99_ns),
     ]

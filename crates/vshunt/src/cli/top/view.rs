@@ -12,6 +12,9 @@ use super::sample::Sample;
 /// Share of its time, in percent, from which on a busy worker is marked as hot.
 const HOT_PERCENT: f64 = 90.0;
 
+/// Share of its time, in percent, from which on a queue is marked as held back by its limits.
+const LIMITED_PERCENT: f64 = 1.0;
+
 /// What is shown: rates over `seconds`. All rates are per second.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -59,6 +62,9 @@ pub(super) struct ExportRow {
     pub(super) rates: Rates,
     /// None if no request was measured.
     pub(super) service_times: Option<Latency>,
+    pub(super) limited: bool,
+    /// That of the queue that waited longest.
+    pub(super) limited_percent: f64,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -73,6 +79,11 @@ pub(super) struct QueueRow {
     pub(super) rates: Rates,
     /// None if no request was measured.
     pub(super) service_times: Option<Latency>,
+    /// Whether it waits for its limits now, or did so in a part of the interval that is worth
+    /// showing.
+    pub(super) limited: bool,
+    /// Share of the time in which it waited for its limits.
+    pub(super) limited_percent: f64,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -138,7 +149,10 @@ impl View {
             let old = old.get(&(q.export.as_str(), q.index)).and_then(|old| old.service_times.as_ref());
             q.service_times.as_ref().zip(old).map(|(now, before)| now.since(before))
         };
-        let exports = now.exports.iter().map(|e| ExportRow::new(e, &now.queues, rates, taken)).collect();
+        let limited =
+            |q: &QueueInfo| Limited::between(old.get(&(q.export.as_str(), q.index)).copied(), q, seconds);
+        let row = |e| ExportRow::new(e, &now.queues, rates, taken, limited);
+        let exports = now.exports.iter().map(row).collect();
         let queues = now.queues.iter().filter(|q| q.has_started()).map(|q| QueueRow {
             export: q.export.clone(),
             index: q.index,
@@ -147,6 +161,8 @@ impl View {
             in_flight: q.in_flight,
             rates: rates(q),
             service_times: taken(q).as_ref().and_then(Latency::of),
+            limited: limited(q).waits,
+            limited_percent: limited(q).percent,
         });
         let old = by(&before.workers, |w| w.id);
         let workers = now.workers.iter().map(|w| WorkerRow::between(old.get(&w.id).copied(), w, seconds));
@@ -239,12 +255,34 @@ impl Rates {
     }
 }
 
+/// How far limits held a queue back.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Limited {
+    waits: bool,
+    percent: f64,
+}
+
+impl Limited {
+    fn between(before: Option<&QueueInfo>, now: &QueueInfo, seconds: f64) -> Self {
+        let share = |before: &QueueInfo| rate(before.limited_us, now.limited_us, seconds) / 1e4;
+        // Both directions of a queue pair may wait at the same time.
+        let percent = before.map_or(0.0, share).min(100.0);
+        // Most waits take about a millisecond, and a sample may fall between two of them.
+        Self { waits: now.limited || percent >= LIMITED_PERCENT, percent }
+    }
+
+    fn or(self, other: Self) -> Self {
+        Self { waits: self.waits || other.waits, percent: self.percent.max(other.percent) }
+    }
+}
+
 impl ExportRow {
     fn new(
         export: &ExportInfo,
         queues: &[QueueInfo],
         rates: impl Fn(&QueueInfo) -> Rates,
         taken: impl Fn(&QueueInfo) -> Option<LatencyInfo>,
+        limited: impl Fn(&QueueInfo) -> Limited,
     ) -> Self {
         let mut row = Self {
             name: export.spec.name.clone(),
@@ -254,12 +292,16 @@ impl ExportRow {
             in_flight: 0,
             rates: Rates::default(),
             service_times: None,
+            limited: false,
+            limited_percent: 0.0,
         };
         let own: Vec<_> = queues.iter().filter(|q| q.export == row.name).collect();
         for queue in &own {
             row.in_flight += queue.in_flight;
             row.rates.add(rates(queue));
         }
+        let all = own.iter().map(|queue| limited(queue)).fold(Limited::default(), Limited::or);
+        (row.limited, row.limited_percent) = (all.waits, all.percent);
         let all: Vec<_> = own.into_iter().filter_map(taken).collect();
         row.service_times = LatencyInfo::sum(&all).as_ref().and_then(Latency::of);
         row

@@ -117,3 +117,22 @@ fn moves_are_told_by_worker() {
     now.queues[2].worker = 1;
     assert_eq!(moves(&before, &now), ["moved to worker 1: vm0:0,vm1:0"]);
 }
+
+#[test]
+fn queues_that_wait_for_limits_are_marked() {
+    let (before, mut now) = samples();
+    // Both directions of a queue pair waited all the time.
+    now.queues[0].limited_us = 3_900_000;
+    // 0.5 % of the time, and not now.
+    now.queues[1].limited_us = 10_000;
+    let view = View::between(&before, &now);
+    let limited =
+        |view: &View| view.queues.iter().map(|q| (q.limited, q.limited_percent)).collect::<Vec<_>>();
+    assert_eq!(limited(&view), [(true, 100.0), (false, 0.5), (false, 0.0)]);
+    let exports: Vec<_> = view.exports.iter().map(|e| (e.limited, e.limited_percent)).collect();
+    assert_eq!(exports, [(true, 100.0), (false, 0.0)]);
+    now.queues[1].limited = true;
+    assert_eq!(limited(&View::between(&before, &now))[1], (true, 0.5));
+    let text = super::super::text::tables(&view);
+    assert!(text.contains("vm0:0       0  limited"), "{text}");
+}
