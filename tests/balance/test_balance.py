@@ -231,7 +231,14 @@ def test_workers_are_made_and_freed_as_load_needs_them(rig):
         r.require("2 workers, " in shown or "1 worker, " in shown, shown)
     r.wait_for("the workers are freed", lambda: list(pool(daemon)) == ["vm0/0"], timeout_s=60, every_s=0.2)
     r.require(balancing(daemon)["resized"]["workers"] == 1, f"balancing: {balancing(daemon)}")
-    r.require('workers = "auto"' in daemon.cli("config", "show").stdout, daemon.cli("config", "show").stdout)
+    daemon.cli("balance", "off", "--export", "vm0")
+    shown = daemon.cli("config", "show").stdout
+    r.require('workers = "auto"' in shown and 'balance = "off"' in shown, shown)
+    config = rig.dir / "shown.toml"
+    config.write_text(shown)
+    r.run([r.binary("vshunt"), "config", "check", config])
+    daemon.cli("balance", "default", "--export", "vm0")
+    r.require(balancing(daemon)["mode"] == "auto", f"workers=auto without a mode of its own: {balancing(daemon)}")
     daemon.cli("export", "remove", "vm0")
     r.require(pool(daemon) == {}, f"left: {pool(daemon)}")
 
@@ -262,9 +269,26 @@ def test_workers_auto_is_refused_where_nothing_follows_load(rig):
     daemon = served(rig, "refused", exports=1)
     socket_of = f"socket={rig.dir}/y.sock"
     for export, word in (
-        (f"type=vhost-user-blk,name=y,disk=d0,{socket_of},workers=auto,balance=off", "balance=off"),
         (f"type=vhost-user-blk,name=y,disk=d0,{socket_of},workers=auto,engine=kernel", "engine=kernel"),
         (f"type=fuse,name=y,disk=d0,mountpoint={rig.dir}/y,workers=auto", "per-queue"),
         (f"type=vhost-user-blk,name=y,disk=d0,{socket_of},workers=automatic", "auto or a number"),
     ):
         r.message_of(daemon.cli("export", "add", export, check=False), word)
+
+
+def test_new_workers_are_like_the_first_one_and_end_without_it(rig):
+    daemon = sized(rig, "like")
+    daemon.cli("worker", "set", "vm0/0", "--nice", "3", "--poll-us", "7")
+    with load(daemon, 0):
+        r.wait_for("a second worker", lambda: len(pool(daemon)) > 1, every_s=0.05)
+        made = {w["name"]: w for w in daemon.status()["workers"]}
+        second = next(name for name in made if name.startswith("vm0/") and name != "vm0/0")
+        r.require((made[second]["nice"], made[second]["poll-us"]) == (3, 7), f"new: {made[second]}")
+        daemon.cli("balance", "off", "--export", "vm0")
+        daemon.cli("attach", "vm0", second)
+        daemon.cli("worker", "free", "vm0/0")
+        daemon.cli("balance", "auto", "--export", "vm0")
+        r.wait_for("two again", lambda: len(pool(daemon)) == 2, timeout_s=60, every_s=0.2)
+    r.wait_for("one is left", lambda: list(pool(daemon)) == [second], timeout_s=60, every_s=0.2)
+    workers_of = {q["worker"] for q in daemon.status()["queues"] if q["export"] == "vm0"}
+    r.require(workers_of == set(pool(daemon).values()), f"queues: {workers_of}")

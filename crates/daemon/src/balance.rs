@@ -39,6 +39,8 @@ struct State {
 #[derive(Default)]
 struct OfExport {
     mode: Option<BalanceMode>,
+    /// Its number of workers follows load: without a mode of its own it is balanced.
+    sized: bool,
     /// Queues that stay, because a command attached them.
     attached: BTreeSet<u16>,
     moves: u64,
@@ -47,9 +49,16 @@ struct OfExport {
     resized: Option<(Instant, ResizeDecision)>,
 }
 
+impl OfExport {
+    /// Returns the mode that does not follow that of the daemon.
+    fn mode(&self) -> Option<BalanceMode> {
+        self.mode.or(self.sized.then_some(BalanceMode::Auto))
+    }
+}
+
 impl State {
     fn mode_of(&self, export: &str) -> BalanceMode {
-        self.exports.get(export).and_then(|of| of.mode).unwrap_or(self.mode)
+        self.exports.get(export).and_then(OfExport::mode).unwrap_or(self.mode)
     }
 
     fn is_wanted(&self) -> bool {
@@ -62,9 +71,10 @@ impl Balance {
         self.0.state.locked()
     }
 
-    /// Notes an export, with its own mode if it has one.
-    pub(crate) fn add(&self, export: &str, mode: Option<BalanceMode>) {
-        self.state().exports.insert(export.to_owned(), OfExport { mode, ..OfExport::default() });
+    /// Notes an export, with its own mode if it has one. `sized`: its number of workers follows
+    /// load.
+    pub(crate) fn add(&self, export: &str, mode: Option<BalanceMode>, sized: bool) {
+        self.state().exports.insert(export.to_owned(), OfExport { mode, sized, ..OfExport::default() });
     }
 
     /// Forgets an export.
@@ -77,7 +87,7 @@ impl Balance {
     pub(crate) fn set(&self, mode: BalanceMode) {
         let mut state = self.state();
         state.mode = mode;
-        state.exports.values_mut().filter(|of| of.mode.is_none()).for_each(|of| of.attached.clear());
+        state.exports.values_mut().filter(|of| of.mode().is_none()).for_each(|of| of.attached.clear());
         drop(state);
         self.0.changed.notify_all();
     }

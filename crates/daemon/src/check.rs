@@ -165,11 +165,6 @@ fn check_workers_auto(spec: &ExportSpec) -> Result<()> {
              number",
         );
     }
-    if spec.balance == Some(BalanceMode::Off) {
-        return wrong(
-            "workers=auto moves queues to new workers; leave out balance=off, or give a number of workers",
-        );
-    }
     Ok(())
 }
 

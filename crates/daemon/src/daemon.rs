@@ -23,7 +23,7 @@ use vshunt_fuse::mount::{identity, remove_left_behind, uncover};
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{
-    BalanceMode, DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
+    DiskInfo, DiskSpec, ExportInfo, ExportSpec, QueueInfo, WorkerInfo, WorkerKind, WorkerSpec,
     Workers as Spread,
 };
 
@@ -344,14 +344,14 @@ impl Daemon {
         let name = spec.name.clone();
         let observer = ExportObserver { name: name.clone(), daemon: self.this.clone() };
         // Before the first request can come.
-        let balance = spec.balance.or((spec.workers == Spread::Auto).then_some(BalanceMode::Auto));
+        let (balance, sized) = (spec.balance, spec.workers == Spread::Auto);
         let (kind, limits) = (spec.kind, spec.limits.clone());
         let cell = Arc::<LimitCell>::default();
         let limited = limits.map_or(Ok(()), |limits| self.limits.set(&name, kind, &cell, &limits));
         let made = limited
             .and_then(|()| Export::create(spec, backend, &self.workers, Arc::new(observer), prepare, cell));
         match &made {
-            Ok(_) => self.balance.add(&name, balance),
+            Ok(_) => self.balance.add(&name, balance, sized),
             Err(_) => self.limits.lift(&name),
         }
         let mut state = self.state();

@@ -95,8 +95,14 @@ impl Export {
     }
 
     /// Returns the workers that were made for it, in the order in which its queues got them.
+    /// Of an export whose number of workers follows load, those that are still there.
     pub(super) fn own_workers(&self) -> Vec<WorkerId> {
-        self.own_workers.locked().clone()
+        let mut own = self.own_workers.locked().clone();
+        if self.sizes_itself() {
+            let there = self.workers.user_ids();
+            own.retain(|id| there.contains(id));
+        }
+        own
     }
 
     /// Returns whether its number of workers follows load.
@@ -104,7 +110,7 @@ impl Export {
         self.spec.workers == Spread::Auto
     }
 
-    /// Makes one more worker for it.
+    /// Makes one more worker for it, with the settings of its first one.
     ///
     /// # Errors
     /// It is being removed, or no worker can be made.
@@ -118,7 +124,14 @@ impl Export {
         let names: BTreeSet<_> = states.iter().map(|w| w.name.as_str()).collect();
         let mut free =
             (1..).map(|i| format!("{}/{i}", self.spec.name)).filter(|n| !names.contains(n.as_str()));
-        let settings = Settings { poll_us: self.spec.poll_us, ..Settings::default() };
+        let first = self.own_workers().first().and_then(|id| states.iter().find(|w| w.id == *id));
+        let settings =
+            first.map_or(Settings { poll_us: self.spec.poll_us, ..Settings::default() }, |w| Settings {
+                cpu: Some(w.cpu.clone()),
+                nice: Some(w.nice),
+                poll_us: Some(w.poll_us),
+                ..Settings::default()
+            });
         let id = self.workers.create(free.next(), &settings)?;
         self.own_workers.locked().push(id);
         Ok(id)

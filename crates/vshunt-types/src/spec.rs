@@ -123,7 +123,10 @@ fn yes() -> bool {
 
 /// The workers that an export starts with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(
+    rename_all = "kebab-case",
+    expecting = "workers: default, per-queue, per-cpu, auto or a number is wanted"
+)]
 pub enum Workers {
     /// Worker 0, for all queues.
     #[default]

@@ -25,8 +25,9 @@ const EVERY: Duration = Duration::from_millis(100);
 const IDLE: Duration = Duration::from_secs(1);
 /// Samples without a request after which the thread rests.
 const IDLE_SAMPLES: u32 = 10;
-/// Looks without a request after which workers that are not needed end.
-const REST: u32 = IDLE_SAMPLES + 5;
+/// The number of looks without a request after which workers end that are not needed, and after
+/// which those are tried again that had a queue of another export.
+const REST: u32 = 5;
 /// How long a move waits for requests in flight. The queue takes nothing new meanwhile.
 const MOVE_LIMIT: Duration = Duration::from_millis(200);
 
@@ -142,7 +143,7 @@ impl Daemon {
         if state.quiet >= IDLE_SAMPLES {
             state.auto.pause();
             state.dry_run.pause();
-            if state.quiet == REST {
+            if state.quiet > IDLE_SAMPLES && (state.quiet - IDLE_SAMPLES).is_multiple_of(REST) {
                 self.resize_at_rest(state, &exports);
             }
             return IDLE;

@@ -243,12 +243,14 @@ impl Balancer {
         self.patience = super::PATIENCE;
     }
 
-    /// Notes that a worker of an export has ended.
-    pub fn ended(&mut self, export: &str, worker: WorkerId, now_ns: u64) {
+    /// Notes that a worker of an export has ended. `at_rest`: while no requests came, which says
+    /// nothing about what it gave.
+    pub fn ended(&mut self, export: &str, worker: WorkerId, now_ns: u64, at_rest: bool) {
         let size = self.sizes.entry(export.to_owned()).or_default();
         size.idle.remove(&worker);
         let Some(made) = size.made.remove(&worker) else { return };
         match now_ns < made + PAID_AFTER_NS {
+            _ if at_rest => {}
             true => size.not_paid(now_ns),
             false => size.wait_ns = 0,
         }
@@ -267,6 +269,7 @@ impl Size {
     pub(super) fn pause(&mut self) {
         self.wanted = 0;
         self.fits = None;
+        self.idle.clear();
     }
 
     fn not_paid(&mut self, now_ns: u64) {

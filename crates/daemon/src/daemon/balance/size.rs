@@ -37,7 +37,7 @@ impl Daemon {
         for (name, resize) in state.auto.resize(&pools) {
             if let Some(export) = exports.iter().find(|export| export.spec.name == name) {
                 let now_ns = state.now_ns();
-                self.carry_out_resize(&mut state.auto, now_ns, export, resize);
+                self.carry_out_resize(&mut state.auto, now_ns, export, resize, false);
             }
         }
         let pools = self.sized(exports, workers_of, BalanceMode::DryRun);
@@ -57,7 +57,7 @@ impl Daemon {
             };
             for &idle in pool.workers.iter().skip(1).filter(|id| pool.may_end.contains(id)) {
                 let now_ns = state.now_ns();
-                self.carry_out_resize(&mut state.auto, now_ns, export, Resize::Less { idle });
+                self.carry_out_resize(&mut state.auto, now_ns, export, Resize::Less { idle }, true);
             }
         }
     }
@@ -69,7 +69,6 @@ impl Daemon {
         workers_of: &BTreeMap<String, Vec<WorkerId>>,
         mode: BalanceMode,
     ) -> Vec<Pool> {
-        let most = vshunt_engine::allowed_cpus().len();
         let wanted = exports.iter().filter(|export| {
             export.sizes_itself()
                 && !export.own_workers().is_empty()
@@ -79,6 +78,7 @@ impl Daemon {
             let name = &export.spec.name;
             let workers = workers_of.get(name).cloned().filter(|workers| !workers.is_empty())?;
             let stay = if workers.len() > 1 { self.held_by_others(export) } else { BTreeSet::new() };
+            let most = self.workers.loads(&workers.iter().take(1).copied().collect()).first()?.cpus.len();
             let may_end = workers.iter().copied().filter(|id| !stay.contains(id)).collect();
             Some(Pool { export: name.clone(), workers, may_end, most })
         };
@@ -100,7 +100,14 @@ impl Daemon {
         found
     }
 
-    fn carry_out_resize(&self, balancer: &mut Balancer, now_ns: u64, export: &Export, resize: Resize) {
+    fn carry_out_resize(
+        &self,
+        balancer: &mut Balancer,
+        now_ns: u64,
+        export: &Export,
+        resize: Resize,
+        at_rest: bool,
+    ) {
         let name = &export.spec.name;
         let result = match resize {
             Resize::More { .. } => export.one_more_worker().inspect(|&id| {
@@ -108,7 +115,7 @@ impl Daemon {
                 self.tell(&Event::WorkerNew { id });
             }),
             Resize::Less { idle } => self.free_idle(export, idle).map(|()| {
-                balancer.ended(name, idle, now_ns);
+                balancer.ended(name, idle, now_ns, at_rest);
                 self.tell(&Event::WorkerFreed { id: idle });
                 idle
             }),

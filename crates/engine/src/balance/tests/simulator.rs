@@ -277,7 +277,7 @@ fn resize(
         Resize::Less { idle } => {
             there.remove(&(idle as usize));
             worker_of.iter_mut().filter(|worker| **worker == idle as usize).for_each(|worker| *worker = 0);
-            balancer.ended("vm", idle, ns(at));
+            balancer.ended("vm", idle, ns(at), false);
         }
     }
     Some(resize)
