@@ -3,7 +3,7 @@
 
 use std::fs::OpenOptions;
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ pub(super) fn open(path: &Path, size: u64, job: &str) -> Result<Arc<Disk>> {
         )),
         _ => Error::io(format_args!("cannot make the fleecing file {shown}"), e),
     })?;
-    let sized = file.set_len(size.next_multiple_of(4096));
+    let sized = file.set_len(size.next_multiple_of(4096)).and_then(|()| file.metadata());
     drop(file);
     let spec = DiskSpec {
         name: format!("the fleecing file of job {job}"),
@@ -38,7 +38,15 @@ pub(super) fn open(path: &Path, size: u64, job: &str) -> Result<Arc<Disk>> {
         ..DiskSpec::default()
     };
     let opened = match sized {
-        Ok(()) => Disk::open(&spec).map_err(|e| e.context("the fleecing file cannot be used")),
+        // A user who can write to the folder could have put another file in its place.
+        Ok(made) => Disk::open(&spec).map_err(|e| e.context("the fleecing file cannot be used")).and_then(|disk| {
+            match disk.may_have_file((made.dev(), made.ino())) {
+                true => Ok(disk),
+                false => Err(Error::busy(format!(
+                    "{shown} was exchanged when it had been made; give --fleece a folder that nobody else can write to"
+                ))),
+            }
+        }),
         Err(e) => Err(Error::io(format_args!("the fleecing file {shown} cannot be as large as the disk"), e)),
     };
     let removed = std::fs::remove_file(path)
