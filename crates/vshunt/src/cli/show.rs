@@ -8,9 +8,9 @@ use std::fmt::Write as _;
 
 use vshunt_sandbox::{Mode, SandboxInfo};
 use vshunt_types::spec::{
-    AddressOrigin, BalanceDecision, BalanceOutcome, BitmapInfo, Burst, Cache, DiskInfo, Engine, ExportInfo,
-    ExportKind, Format, JobInfo, JobKind, JobStatus, MountInfo, NetAddress, NetCounters, NetInfo, NetKind,
-    PortState, ResizeDecision, ResizeOutcome, Transport, WorkerInfo, WorkerKind, cpu_list,
+    AddressOrigin, BalanceDecision, BalanceInfo, BalanceOutcome, BitmapInfo, Burst, Cache, DiskInfo, Engine,
+    ExportInfo, ExportKind, Format, JobInfo, JobKind, JobStatus, MountInfo, NetAddress, NetCounters, NetInfo,
+    NetKind, PortState, ResizeDecision, ResizeOutcome, Transport, WorkerInfo, WorkerKind, cpu_list,
 };
 
 pub(crate) use self::idle::ranges;
@@ -283,10 +283,13 @@ pub(crate) fn limits(exports: &[ExportInfo]) -> Option<String> {
 
 /// Returns the table of exports whose queues follow load. None if there are none.
 pub(crate) fn balance(exports: &[ExportInfo]) -> Option<String> {
+    balance_of(exports.iter().filter_map(|e| Some((e.spec.name.as_str(), e.balancing.as_ref()?))))
+}
+
+/// Returns the same table for exports with these names.
+pub(crate) fn balance_of<'a>(exports: impl Iterator<Item = (&'a str, &'a BalanceInfo)>) -> Option<String> {
     let rows: Vec<_> = exports
-        .iter()
-        .filter_map(|e| {
-            let balancing = e.balancing.as_ref()?;
+        .map(|(name, balancing)| {
             let stay: Vec<_> = balancing.attached.iter().map(|&index| usize::from(index)).collect();
             let last = balancing.last.as_ref().map(|last| {
                 let what = match last.outcome {
@@ -309,13 +312,13 @@ pub(crate) fn balance(exports: &[ExportInfo]) -> Option<String> {
                     if *workers == 1 { "" } else { "s" }
                 )
             });
-            Some([
-                e.spec.name.clone(),
+            [
+                name.to_owned(),
                 balancing.mode.to_string(),
                 balancing.moves.to_string(),
                 or_dash(cpu_list(&stay)),
                 or_dash(last.into_iter().chain(resized).collect::<Vec<_>>().join("; ")),
-            ])
+            ]
         })
         .collect();
     (!rows.is_empty()).then(|| table(["EXPORT", "BALANCE", ">MOVES", "STAY", "LAST"], rows.into_iter()))

@@ -168,7 +168,7 @@ impl Screen {
                 self.samples.before = self.samples.now.take();
                 self.samples.now = Some(*sample);
                 if let (Some(before), Some(now)) = (&self.samples.before, &self.samples.now) {
-                    for text in view::moves(before, now) {
+                    for text in view::moves(before, now).into_iter().chain(view::decisions(before, now)) {
                         self.state.say(text);
                     }
                 }

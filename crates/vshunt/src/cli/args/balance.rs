@@ -11,14 +11,18 @@ Modes:
   auto     a queue moves to a less busy worker when the time that requests will
            wait less in the next second exceeds the measured cost of the move
   dry-run  what auto would do is reported, in events, the log and `status`
-  default  with --export: the mode of the daemon
+  default  with --export: the mode of the daemon (auto with workers=auto)
 
 Which queues move:
   Those of disks and networks for VMMs and of uplinks, with engine=user, between
   the workers that were made for their export (workers=). An export without
-  workers of its own uses worker 0 and those of `worker new`. The CPUs of workers
-  stay as they are. A queue that `attach` or [[attach]] moved stays until balance
-  is set again.
+  workers of its own uses worker 0 and those of `worker new`. The CPUs of
+  workers stay as they are. A queue that `attach` or [[attach]] moved stays
+  until balance is set again.
+
+Exports with workers=auto:
+  Workers are made and freed, too. Their default is auto, whatever the mode of
+  the daemon is; with off their number stays.
 
 Without a mode, the modes and the last decisions are printed.
 

@@ -2,7 +2,7 @@
 
 use vshunt_types::spec::{ExportKind, WorkerKind, cpu_list};
 
-use super::super::show::{or_dash, ranges, table, time};
+use super::super::show::{balance_of, or_dash, ranges, table, time};
 use super::view::{ExportRow, Latency, QueueRow, Rates, View, WorkerRow};
 
 pub(super) const EXPORTS: [&str; 9] =
@@ -37,7 +37,13 @@ pub(super) fn tables(view: &View) -> String {
         text += &table(QUEUES, view.queues.iter().map(queue));
         text += "\n";
     }
-    text + &table(WORKERS, view.workers.iter().map(worker))
+    text += &table(WORKERS, view.workers.iter().map(worker));
+    let balanced = view.exports.iter().filter_map(|e| Some((e.name.as_str(), e.balancing.as_ref()?)));
+    if let Some(balance) = balance_of(balanced) {
+        text += "\n";
+        text += &balance;
+    }
+    text
 }
 
 pub(super) fn export(row: &ExportRow) -> [String; 9] {

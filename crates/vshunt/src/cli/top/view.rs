@@ -5,7 +5,9 @@ use std::collections::HashMap;
 use std::hash::Hash;
 
 use serde::Serialize;
-use vshunt_types::spec::{ExportInfo, ExportKind, LatencyInfo, QueueInfo, WorkerInfo, WorkerKind};
+use vshunt_types::spec::{
+    BalanceInfo, ExportInfo, ExportKind, LatencyInfo, QueueInfo, WorkerInfo, WorkerKind,
+};
 
 use super::sample::Sample;
 
@@ -65,6 +67,9 @@ pub(super) struct ExportRow {
     pub(super) limited: bool,
     /// That of the queue that waited longest.
     pub(super) limited_percent: f64,
+    /// How its queues follow load. None: they do not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) balancing: Option<BalanceInfo>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -223,6 +228,32 @@ pub(super) fn moves(before: &Sample, now: &Sample) -> Vec<String> {
         .collect()
 }
 
+/// Describes what `balance` decided since the earlier sample, and why: the last decision of each
+/// export.
+pub(super) fn decisions(before: &Sample, now: &Sample) -> Vec<String> {
+    let old = by(&before.exports, |e| e.spec.name.as_str());
+    let mut told = Vec::new();
+    for export in &now.exports {
+        let (name, Some(new)) = (&export.spec.name, &export.balancing) else { continue };
+        let old = old.get(name.as_str()).and_then(|old| old.balancing.as_ref());
+        if let Some(last) = new.last.as_ref().filter(|_| old.is_none_or(|old| old.decisions != new.decisions))
+        {
+            let (outcome, reason) = (last.outcome.name(), &last.reason);
+            told.push(format!("{outcome}: {name}:{} to worker {}: {reason}", last.index, last.worker));
+        }
+        let without_age = |info: &BalanceInfo| {
+            info.resized.clone().map(|resized| vshunt_types::spec::ResizeDecision { age_s: 0, ..resized })
+        };
+        if let Some(resized) = without_age(new).filter(|new| old.and_then(without_age).as_ref() != Some(new))
+        {
+            let (outcome, reason) = (resized.outcome.name(), &resized.reason);
+            let s = if resized.workers == 1 { "" } else { "s" };
+            told.push(format!("{outcome}: {name} has {} worker{s}: {reason}", resized.workers));
+        }
+    }
+    told
+}
+
 fn by<'a, T, K: Hash + Eq>(list: &'a [T], key: impl Fn(&'a T) -> K) -> HashMap<K, &'a T> {
     list.iter().map(|item| (key(item), item)).collect()
 }
@@ -294,6 +325,7 @@ impl ExportRow {
             service_times: None,
             limited: false,
             limited_percent: 0.0,
+            balancing: export.balancing.clone(),
         };
         let own: Vec<_> = queues.iter().filter(|q| q.export == row.name).collect();
         for queue in &own {

@@ -136,3 +136,25 @@ fn queues_that_wait_for_limits_are_marked() {
     let text = super::super::text::tables(&view);
     assert!(text.contains("vm0:0       0  limited"), "{text}");
 }
+
+#[test]
+fn decisions_of_balance_are_told_once_with_their_reasons() {
+    let (mut before, mut now) = samples();
+    assert!(decisions(&before, &now).is_empty());
+    let balancing = |decisions: u64, age_s: u64| {
+        serde_json::from_value(json!({ "mode": "auto", "moves": decisions, "decisions": decisions,
+            "last": { "index": 1, "from": 0, "worker": 1, "outcome": "moved", "reason": "a reason", "age-s": age_s },
+            "resized": { "workers": 2, "worker": 1, "outcome": "done", "reason": "another", "age-s": age_s } }))
+        .unwrap()
+    };
+    now.exports[0].balancing = Some(balancing(1, 0));
+    let told = ["moved: vm0:1 to worker 1: a reason", "done: vm0 has 2 workers: another"];
+    assert_eq!(decisions(&before, &now), told);
+    before.exports[0].balancing = Some(balancing(1, 0));
+    now.exports[0].balancing = Some(balancing(1, 2));
+    assert!(decisions(&before, &now).is_empty());
+    now.exports[0].balancing = Some(balancing(2, 0));
+    assert_eq!(decisions(&before, &now), told[..1]);
+    let text = super::super::text::tables(&View::between(&before, &now));
+    assert!(text.contains("BALANCE") && text.contains("a reason"), "{text}");
+}
