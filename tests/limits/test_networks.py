@@ -126,7 +126,7 @@ CASES = {
 BASIC = ["pps-tx", "pps-rx", "bps-tx", "bps-rx"]
 
 
-@pytest.mark.parametrize(("case", "pairs"), [*((case, 1) for case in CASES), *((case, 2) for case in BASIC)])
+@pytest.mark.parametrize(("case", "pairs"), [*((case, 2) for case in BASIC), *((case, 1) for case in CASES if case not in ("pps-rx", "bps-tx"))])
 def test_a_rate_of_a_tap_is_kept(rig, case, pairs):
     limits, length, way, unit, wanted = CASES[case]
     with Ports(rig, f"tap-{case.replace(' ', '-')}-{pairs}", f"limits.{limits}", pairs=pairs) as ports:
@@ -136,7 +136,7 @@ def test_a_rate_of_a_tap_is_kept(rig, case, pairs):
         r.require(sum(waited) > SECONDS * 300_000, f"status does not show the wait: {waited}")
 
 
-@pytest.mark.parametrize(("case", "pairs"), [*((case, 2) for case in BASIC), ("pps-rx", 1)])
+@pytest.mark.parametrize(("case", "pairs"), [("pps-tx", 2), ("pps-rx", 2), ("bps-rx", 2), ("pps-rx", 1)])
 def test_a_rate_of_a_switch_is_kept_and_its_sender_is_not_held_up(rig, case, pairs):
     """vm0 sends to vm1, and as vm1 is silent, also to vm2, which has no limits."""
     limits, length, way, unit, wanted = CASES[case]
