@@ -16,9 +16,11 @@ LOAD = """
 import json, mmap, os, random, sys, threading, time
 path, tasks, seconds, write, size = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "write", int(sys.argv[5])
 done, failed = [0] * tasks, []
+# Before the first request: a thread that opens it late could open the file below an ended mount.
+files = [os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_DIRECT) for _ in range(tasks)]
 start = time.monotonic()
 def run(task):
-    fd = os.open(path, os.O_RDWR | os.O_DIRECT if write else os.O_RDONLY | os.O_DIRECT)
+    fd = files[task]
     buffer = mmap.mmap(-1, size)
     rand = random.Random(task)
     try:
