@@ -30,8 +30,6 @@ pub struct Pool {
     pub export: String,
     /// Its workers. The first one stays.
     pub workers: Vec<WorkerId>,
-    /// Those of them that may end: they have no queue of another export, and none that stays.
-    pub may_end: BTreeSet<WorkerId>,
     /// Workers at most: the number of CPUs.
     pub most: usize,
 }
@@ -114,7 +112,7 @@ impl Balancer {
         size.idle.retain(|id, _| idle.contains(id));
         idle.iter().for_each(|id| _ = size.idle.entry(*id).or_insert(now_ns));
         let long = |since: &u64| now_ns >= since + SHRINK_AFTER_NS;
-        let ends = size.idle.iter().find(|(id, since)| long(since) && pool.may_end.contains(id));
+        let ends = size.idle.iter().find(|(_, since)| long(since));
         if let Some((&idle, _)) = ends {
             return Some(Resize::Less { idle });
         }
@@ -194,19 +192,16 @@ impl Balancer {
         pool.workers.iter().map(|id| (*id, sum(*id))).collect()
     }
 
-    /// Returns the least busy worker that has something to do and may end.
+    /// Returns the least busy worker that has something to do.
     fn least_busy(&self, pool: &Pool) -> Option<WorkerId> {
         let needs = self.needs(pool);
-        let may_end = pool.workers.iter().skip(1).filter(|id| pool.may_end.contains(id));
-        may_end.copied().filter(|id| needs[id] > LOAD_LEAST).min_by(|a, b| needs[a].total_cmp(&needs[b]))
+        let others = pool.workers.iter().skip(1).copied();
+        others.filter(|id| needs[id] > LOAD_LEAST).min_by(|a, b| needs[a].total_cmp(&needs[b]))
     }
 
     /// Returns where the queues of a worker would go. None: they have to stay, or have no room.
     fn leave(&self, from: WorkerId, now_ns: u64, pool: &Pool) -> Option<Vec<Decision>> {
         let mut loads = self.needs(pool);
-        if !pool.may_end.contains(&from) {
-            return None;
-        }
         let mut queues: Vec<Placed<'_>> =
             self.loads_of(from).filter(|(_, load, _)| *load > LOAD_LEAST).collect();
         queues.sort_by(|a, b| b.1.total_cmp(&a.1));
@@ -256,11 +251,15 @@ impl Balancer {
         }
     }
 
-    /// Notes that the number of workers was not changed, because that failed or is a dry run.
-    pub fn not_resized(&mut self, export: &str, now_ns: u64) {
+    /// Notes that the number of workers was not changed, because that failed, may not be, or is a
+    /// dry run.
+    pub fn not_resized(&mut self, export: &str, resize: Resize, now_ns: u64) {
         let size = self.sizes.entry(export.to_owned()).or_default();
-        size.idle.clear();
-        size.not_paid(now_ns);
+        match resize {
+            Resize::More { .. } => size.not_paid(now_ns),
+            // It is asked for again when the time is over once more.
+            Resize::Less { .. } => size.idle.clear(),
+        }
     }
 }
 

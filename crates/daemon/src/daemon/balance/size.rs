@@ -1,19 +1,20 @@
 //! The number of workers of exports with `workers=auto`.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use vshunt_engine::WorkerId;
 use vshunt_engine::balance::{Balancer, Pool, Resize};
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{BalanceMode, ResizeDecision, ResizeOutcome};
+use vshunt_types::spec::{BalanceMode, BalanceOutcome, ResizeDecision, ResizeOutcome};
 
 use super::{Balancing, Daemon, MOVE_LIMIT};
 use crate::event::Event;
 use crate::export::Export;
 
 impl Daemon {
-    /// Makes and frees workers as the last sample says. Returns the moves that make a worker idle.
+    /// Makes and frees workers as the last sample says, and makes the moves after which a worker is
+    /// not needed.
     pub(super) fn resize(
         &self,
         state: &mut Balancing,
@@ -21,18 +22,13 @@ impl Daemon {
         workers_of: &BTreeMap<String, Vec<WorkerId>>,
     ) {
         let pools = self.sized(exports, workers_of, BalanceMode::Auto);
-        let gathered: Vec<_> = pools
-            .iter()
-            .map(|pool| state.auto.gather(pool))
-            .find(|moves| !moves.is_empty())
-            .into_iter()
-            .flatten()
-            .collect();
-        state.auto.begin(&gathered);
-        let some = !gathered.is_empty();
-        gathered.iter().for_each(|decision| self.carry_out(state, decision));
-        if some {
-            return;
+        for pool in &pools {
+            let moves = state.auto.gather(pool);
+            if moves.first().is_some_and(|first| self.may_end(&pool.export, first.from)) {
+                state.auto.begin(&moves);
+                moves.iter().for_each(|decision| self.carry_out(state, decision));
+                return;
+            }
         }
         for (name, resize) in state.auto.resize(&pools) {
             if let Some(export) = exports.iter().find(|export| export.spec.name == name) {
@@ -41,8 +37,12 @@ impl Daemon {
             }
         }
         let pools = self.sized(exports, workers_of, BalanceMode::DryRun);
+        for decision in pools.iter().flat_map(|pool| state.dry_run.gather(pool)).collect::<Vec<_>>() {
+            state.dry_run.told(&decision, state.now_ns());
+            self.note(&decision, BalanceOutcome::DryRun, decision.to_string());
+        }
         for (name, resize) in state.dry_run.resize(&pools) {
-            state.dry_run.not_resized(&name, state.now_ns());
+            state.dry_run.not_resized(&name, resize, state.now_ns());
             let there = workers_of.get(&name).map_or(0, Vec::len);
             self.note_resize(&name, there, resize, None, ResizeOutcome::DryRun, resize.to_string());
         }
@@ -55,7 +55,7 @@ impl Daemon {
             let Some(export) = exports.iter().find(|export| export.spec.name == pool.export) else {
                 continue;
             };
-            for &idle in pool.workers.iter().skip(1).filter(|id| pool.may_end.contains(id)) {
+            for &idle in pool.workers.iter().skip(1) {
                 let now_ns = state.now_ns();
                 self.carry_out_resize(&mut state.auto, now_ns, export, Resize::Less { idle }, true);
             }
@@ -77,27 +77,26 @@ impl Daemon {
         let pool = |export: &Arc<Export>| {
             let name = &export.spec.name;
             let workers = workers_of.get(name).cloned().filter(|workers| !workers.is_empty())?;
-            let stay = if workers.len() > 1 { self.held_by_others(export) } else { BTreeSet::new() };
             let most = self.workers.loads(&workers.iter().take(1).copied().collect()).first()?.cpus.len();
-            let may_end = workers.iter().copied().filter(|id| !stay.contains(id)).collect();
-            Some(Pool { export: name.clone(), workers, may_end, most })
+            Some(Pool { export: name.clone(), workers, most })
         };
         wanted.filter_map(pool).collect()
     }
 
-    /// Returns the workers of the queues of others, and of those queues of an export that stay.
-    fn held_by_others(&self, export: &Export) -> BTreeSet<WorkerId> {
-        let mut found: BTreeSet<WorkerId> = self.job_queues().iter().map(|queue| queue.worker).collect();
-        for other in self.shown() {
-            let (name, own) = (&other.spec.name, other.spec.name == export.spec.name);
-            // An export that is being removed has no queues.
-            let _ = other.with_queues(|of| {
-                let held = (0..of.len()).filter(|index| !own || self.balance.stays(name, *index));
-                found.extend(held.map(|index| of.placement(index).0));
-                Ok(())
+    /// Returns whether a worker of an export may end: it has no queue of another export or of a
+    /// job, and none that stays.
+    fn may_end(&self, export: &str, worker: WorkerId) -> bool {
+        let of_a_job = self.job_queues().iter().any(|queue| queue.worker == worker);
+        let is_held = |other: Arc<Export>| {
+            let (name, own) = (&other.spec.name, other.spec.name == export);
+            let held = other.with_queues(|of| {
+                let mut here = (0..of.len()).filter(|index| of.placement(*index).0 == worker);
+                Ok(here.any(|index| !own || self.balance.stays(name, index)))
             });
-        }
-        found
+            // An export that is being removed has no queues.
+            held.unwrap_or(false)
+        };
+        !of_a_job && !self.shown().into_iter().any(is_held)
     }
 
     fn carry_out_resize(
@@ -109,6 +108,12 @@ impl Daemon {
         at_rest: bool,
     ) {
         let name = &export.spec.name;
+        if let Resize::Less { idle } = resize
+            && !self.may_end(name, idle)
+        {
+            balancer.not_resized(name, resize, now_ns);
+            return;
+        }
         let result = match resize {
             Resize::More { .. } => export.one_more_worker().inspect(|&id| {
                 balancer.made(name, id, now_ns);
@@ -126,7 +131,7 @@ impl Daemon {
                 self.note_resize(name, there, resize, Some(id), ResizeOutcome::Done, resize.to_string())
             }
             Err(e) => {
-                balancer.not_resized(name, now_ns);
+                balancer.not_resized(name, resize, now_ns);
                 let reason = format!("{resize}; but {e}");
                 self.note_resize(name, there, resize, None, ResizeOutcome::Failed, reason);
             }

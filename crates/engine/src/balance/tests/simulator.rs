@@ -256,7 +256,7 @@ fn gather(balancer: &mut Balancer, there: &BTreeSet<usize>) -> Vec<Decision> {
 
 fn pool(there: &BTreeSet<usize>, most: usize) -> Pool {
     let workers: Vec<WorkerId> = there.iter().map(|id| *id as WorkerId).collect();
-    Pool { export: "vm".to_owned(), may_end: workers.iter().copied().collect(), workers, most }
+    Pool { export: "vm".to_owned(), workers, most }
 }
 
 /// Has the balancer change the number of workers.
