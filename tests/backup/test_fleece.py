@@ -57,12 +57,7 @@ def test_point_in_time(suite, kind, to, unaligned, in_memory):
     fleece = (suite.memory if in_memory else suite.rig.dir) / f"{name}.fleece"
     form = "raw" if to == "raw" else "qcow2"
     mount = b.source(suite, name, kind, SIZE, queues=3)
-    still = random.Random(name).randbytes(SIZE - BUSY - 4 * MIB)
-    b.put(mount.path, BUSY, still)
-    shape = {"length": 1000, "offset": 3700, "step": 2 * b.BLOCK} if unaligned else {}
-    places = BUSY // THREADS // shape.get("step", b.BLOCK) // 2
-    writers = b.Writers(mount.path, THREADS, places, seed=len(name), **shape)
-    writers.wait_each(30)
+    still, writers = b.begin_point(mount, name, BUSY, THREADS, unaligned)
     before = list(writers.counts)
     more = ("--compress",) if to == "compressed" else ()
     mount.cli("backup", "start", "d0", "--to", path, "--format", form, "--fleece", fleece, "--speed", "64K", *more)
@@ -76,17 +71,8 @@ def test_point_in_time(suite, kind, to, unaligned, in_memory):
     mount.cli("job", "resume", "backup0")
     writers.wait_each(40)
     mount.cli("job", "wait", "backup0")
-    writers.stop()
     gone(mount.daemon, fleece)
-    broken = [q for q in mount.queues() if q["errors"]]
-    r.require(not broken, f"requests failed: {broken}")
-    mount.stop()
-    if form == "qcow2":
-        b.checked(path)
-    data = b.contents(suite, path, form)
-    b.equal(data[BUSY:], still + bytes(4 * MIB), "what nobody wrote")
-    writers.expect(data, before, after)
-    path.unlink()
+    b.end_point(suite, mount, path, form, still, writers, before, after)
 
 
 def test_a_point_under_verified_load(suite):

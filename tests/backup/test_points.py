@@ -3,7 +3,6 @@
 Guests write and queues move during the backup.
 """
 
-import random
 import time
 
 import backup_model as b
@@ -11,7 +10,7 @@ import pytest
 import rig as r
 from backup_model import MIB, load_argv
 
-SIZE = 24 * MIB
+SIZE = b.BUSY_SIZE
 THREADS = 4
 # The writers' part of the disk; the rest stays as it is.
 BUSY = 8 * MIB
@@ -51,29 +50,14 @@ def test_point_in_time(suite, kind, to, unaligned):
     path, form, arguments = target(suite, name, to)
     more = ("--disk", f"name=t0,format=qcow2,file={path}") if to == "disk" else ()
     mount = b.source(suite, name, kind, SIZE, more=more, queues=3)
-    still = random.Random(kind + to).randbytes(SIZE - BUSY - 4 * MIB)
-    b.put(mount.path, BUSY, still)
-    # Unaligned: less than a block and over the end of one. Two blocks are read and written back.
-    shape = {"length": 1000, "offset": 3700, "step": 2 * b.BLOCK} if unaligned else {}
-    places = BUSY // THREADS // shape.get("step", b.BLOCK) // 2
-    writers = b.Writers(mount.path, THREADS, places, seed=len(name), **shape)
-    writers.wait_each(30)
+    still, writers = b.begin_point(mount, name, BUSY, THREADS, unaligned)
     before = list(writers.counts)
     mount.cli("backup", "start", "d0", *arguments, "--speed", SPEED)
     after = list(writers.counts)
     # Blocks that the job has not copied yet are written over.
     writers.wait_each(40)
     mount.cli("job", "wait", "backup0")
-    writers.stop()
-    broken = [q for q in mount.queues() if q["errors"]]
-    r.require(not broken, f"requests failed: {broken}")
-    mount.stop()
-    if form == "qcow2":
-        b.checked(path)
-    data = b.contents(suite, path, form)
-    b.equal(data[BUSY:], still + bytes(4 * MIB), "what nobody wrote")
-    writers.expect(data, before, after)
-    path.unlink()
+    b.end_point(suite, mount, path, form, still, writers, before, after)
 
 
 @pytest.mark.parametrize("kind", ("raw", "qcow2"))

@@ -229,6 +229,10 @@ def test_workers_are_made_and_freed_as_load_needs_them(rig):
         r.require("no time left" in made["reason"] and made["worker"] in pool(daemon).values(), f"event: {made}")
         shown = daemon.cli("balance").stdout
         r.require("2 workers, " in shown or "1 worker, " in shown, shown)
+        top = daemon.cli("top", "--once", "--interval", "200ms").stdout
+        r.require("BALANCE" in top and "no time left" in top, top)
+        view = json.loads(daemon.cli("top", "--once", "--json", "--interval", "200ms").stdout)
+        r.require(view["exports"][0]["balancing"]["resized"]["workers"] == 2, f"top: {view['exports']}")
     r.wait_for("the workers are freed", lambda: list(pool(daemon)) == ["vm0/0"], timeout_s=60, every_s=0.2)
     r.require(balancing(daemon)["resized"]["workers"] == 1, f"balancing: {balancing(daemon)}")
     daemon.cli("balance", "off", "--export", "vm0")

@@ -230,6 +230,35 @@ class Writers:
         return numbers
 
 
+def begin_point(mount, name, busy, threads, unaligned):
+    """Writers of the first `busy` bytes of a mounted disk of BUSY_SIZE, which are at work; the end of the disk is empty. -> (the bytes between,
+    which nobody writes, the writers)."""
+    still = random.Random(name).randbytes(BUSY_SIZE - busy - 4 * MIB)
+    put(mount.path, busy, still)
+    # Unaligned: less than a block and over the end of one. Two blocks are read and written back.
+    shape = {"length": 1000, "offset": 3700, "step": 2 * BLOCK} if unaligned else {}
+    places = busy // threads // shape.get("step", BLOCK) // 2
+    writers = Writers(mount.path, threads, places, seed=len(name), **shape)
+    writers.wait_each(30)
+    return still, writers
+
+
+def end_point(suite, mount, path, form, still, writers, before, after):
+    """No request has failed, and the backup at `path` has the first writes of each writer: `before` to `after` of them. It is
+    removed."""
+    writers.stop()
+    broken = [q for q in mount.queues() if q["errors"]]
+    r.require(not broken, f"requests failed: {broken}")
+    mount.stop()
+    if form == "qcow2":
+        checked(path)
+    data = contents(suite, path, form)
+    busy = BUSY_SIZE - 4 * MIB - len(still)
+    equal(data[busy:], still + bytes(4 * MIB), "what nobody wrote")
+    writers.expect(data, before, after)
+    path.unlink()
+
+
 def part(path):
     """The name of a backup's file until the backup is complete."""
     return path.with_name(path.name + ".part")

@@ -211,6 +211,13 @@ def test_a_queue_that_waits_uses_no_cpu(rig):
         time.sleep(2)
         used = [w["cpu-time-us"] - before for w, before in zip(daemon.status()["workers"], used)]
         r.require(max(used) < 200_000, f"the worker used {used} us of 2 s")
+        r.wait_for("a queue waits now", lambda: any(q["limited"] for q in daemon.status()["queues"]))
+        # And so does `top`.
+        view = json.loads(daemon.cli("top", "--once", "--json", "--interval", "500ms").stdout)
+        r.require(view["exports"][0]["limited"] and view["exports"][0]["limited-percent"] > 50, f"top: {view['exports']}")
+        text = daemon.cli("top", "--once", "--interval", "500ms").stdout
+        r.require("limited" in text and "LIM%" in text, text)
+    r.wait_for("no queue waits without load", lambda: not any(q["limited"] for q in daemon.status()["queues"]))
 
 
 WRONG = [
