@@ -1,9 +1,8 @@
 """Another user listens where the control socket is by default: commands must give it nothing."""
 
 import os
-import shutil
-import sys
 
+import as_user
 import pytest
 import rig as r
 
@@ -24,24 +23,19 @@ while True:
 @pytest.mark.root
 def test_another_users_daemon_gets_no_descriptor(rig):
     """The folder is open to all, as /tmp is. The user has to name the socket to use it all the same."""
-    setpriv = r.tool("setpriv", "util-linux")
-    rig.dir.chmod(0o755)
-    folder, program = rig.dir / "run", rig.dir / "vshunt"
-    folder.mkdir()
-    folder.chmod(0o1777)
-    shutil.copy(r.binary("vshunt"), program)
-    program.chmod(0o755)
-    image = rig.image("secret.img", 1 << 20)
-    os.chown(image, USER, USER)
-    image.chmod(0o600)
-
-    def user_is(number):
-        return [setpriv, f"--reuid={number}", f"--regid={number}", "--clear-groups"]
-
-    listener = r.Child(rig, "listener", [*user_is(OTHER), sys.executable, "-c", LISTENER, folder / "vshunt.sock"])
-    r.wait_for("it listens", lambda: "ready 42" in listener.output())
-    env = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
-    env.pop("VSHUNT_CONTROL", None)
-    for command in (["status"], ["disk", "add", f"name=d,file={image}"]):
-        done = r.run([*user_is(USER), program, *command], check=False, env=env, cwd=folder)
-        r.message_of(done, f"user {OTHER} listens", "-c")
+    with as_user.folder(rig, "home", USER) as home:
+        folder, image = home / "run", rig.image("secret.img", 1 << 20, home)
+        folder.mkdir()
+        folder.chmod(0o1777)
+        os.chown(image, USER, USER)
+        image.chmod(0o600)
+        program = as_user.program(home, USER)
+        argv = [*as_user.words(OTHER), as_user.python(OTHER), "-c", LISTENER, folder / "vshunt.sock"]
+        listener = r.Child(rig, "listener", argv, cwd="/")
+        r.wait_for("it listens", lambda: "ready 42" in listener.output() or not listener.running())
+        r.require(listener.running(), listener.tail())
+        env = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
+        env.pop("VSHUNT_CONTROL", None)
+        for command in (["status"], ["disk", "add", f"name=d,file={image}"]):
+            done = r.run([*as_user.words(USER), program, *command], check=False, env=env, cwd=folder)
+            r.message_of(done, f"user {OTHER} listens", "-c")

@@ -7,6 +7,7 @@ changes.
 import json
 import os
 
+import as_user
 import pytest
 import rig as r
 from rig import message_of
@@ -146,16 +147,14 @@ def test_refused_by_the_kernel(networks, words, what):
 
 
 @NEEDS_TUN
-def test_no_right_to_make_a_tap(networks):
-    """The user nobody cannot make a tap, and gets an error with the reason."""
-    setpriv = r.tool("setpriv", "util-linux")
-    argv = [setpriv, "--reuid", "65534", "--clear-groups", "--inh-caps=-all", r.binary("vshunt"), "serve", "--no-control"]
-    argv += ["--net", "type=tap,name=n0,ifname=vs0", "--export", "type=vhost-user-net,name=c0,net=n0,socket=/tmp/no.sock"]
-    # The program may lie where nobody else may look.
-    done = r.run(argv, check=False, timeout_s=REFUSAL_S)
-    if "setpriv" in done.stderr:
-        raise r.Skipped(f"the program cannot be run by another user: {done.stderr.strip()}")
-    message_of(done, "no permission", "run as root")
+@pytest.mark.parametrize("mode, what", [(0o600, "to open /dev/net/tun"), (0o666, "to make tap vs0")], ids=("closed", "open"))
+def test_no_right_to_make_a_tap(networks, mode, what):
+    """The user nobody cannot make a tap, and gets an error with the reason, before udev has opened the device to all and after that."""
+    with as_user.folder(networks.rig, f"user-{mode:o}") as folder:
+        argv = [*as_user.words(), "--inh-caps=-all", as_user.program(folder), "serve", "--no-control"]
+        argv += ["--net", "type=tap,name=n0,ifname=vs0", "--export", f"type=vhost-user-net,name=c0,net=n0,socket={folder}/no.sock"]
+        done = r.run(as_user.with_device("/dev/net/tun", mode, argv), check=False, timeout_s=REFUSAL_S)
+        message_of(done, f"no permission {what}", "run as root")
 
 
 @NEEDS_TUN

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import as_user
 import fuse_fio
 import fuse_mount as m
 import pytest
@@ -348,57 +349,58 @@ def test_mounted_over_what_another_disk_stands_on_and_the_reverse(suite):
 @pytest.mark.transports("any")
 def test_without_root_by_fusermount3(suite):
     """Without root: fusermount3 mounts and unmounts."""
-    r.tool("fusermount3", "fuse3")
-    setpriv = r.tool("setpriv", "util-linux")
-    folder = suite.rig.dir / "user"
-    folder.mkdir(mode=0o755, exist_ok=True)
-    os.chmod(suite.rig.dir, 0o755)
+    as_user.fusermount3()
+    with as_user.folder(suite.rig, "user") as folder, m.device_for_all(suite.rig.dir):
+        without_root(suite, folder)
+
+
+def without_root(suite, folder):
+    """The server of the suite and its user in `folder`, both as the user whose folder it is."""
     image = suite.rig.image("user.img", MIB, folder)
     path = folder / "user.mnt"
     path.touch()
-    for thing in (folder, image, path):
-        os.chown(thing, 65534, 65534)
-    as_user = [setpriv, *m.AS_NOBODY[1:]]
-    with m.device_for_all(suite.rig.dir):
-        if suite.peer:
-            argv = [*as_user, *m.PeerMount(suite, "user", image=image, path=path, start=False).arguments]
-            child = r.Child(suite.rig, "user", argv)
-        else:
-            export = f"type=fuse,name=f0,disk=d0,mountpoint={path},writable=on,queues=2,transport=dev"
-            argv = [*as_user, m.program_for_all(suite), "serve", "--disk", f"name=d0,file={image}", "--export", export]
-            child = r.Child(suite.rig, "user", [*argv, "--control", folder / "user.ctl"])
-        r.wait_for("it is mounted", lambda: m.mounted(path) or not child.running())
-        r.require(child.running(), f"the daemon ended with {child.process.returncode}: {child.tail()}")
-        text = 'printf user | dd of="$0" bs=4 seek=175 conv=notrunc && dd if="$0" bs=4 skip=175 count=1'
-        done = r.run([*as_user, "sh", "-c", text, path], check=False)
-        r.require(done.stdout.strip() == "user", f"its user: {done.stdout}{done.stderr}")
-        code = child.stop()
-        r.require(code == 0, f"the daemon ended with {code}: {child.tail()}")
-        r.require(not m.mounted(path), "it is still mounted")
-        r.require(path.exists(), "the mountpoint that was there is gone")
-        with m.Opened(image, os.O_RDONLY) as fd:
-            r.require(os.pread(fd, 4, 700) == b"user", "the write is not in the image")
-        if not suite.peer:
-            made = folder / "made.mnt"
-            export = f"type=fuse,name=f0,disk=d0,mountpoint={made},allow-other=on,transport=dev"
-            done = r.run([*argv[:-1], export, "--control", folder / "other.ctl"], check=False)
-            ours = re.search("^vshunt.*allow.*$", done.stderr, re.MULTILINE)  # fusermount3 speaks for itself, too
-            r.require(done.returncode == 1 and ours, f"allow-other=on: {done.returncode} {done.stderr}")
-            r.require(not made.exists() and not m.mounted(made), f"{made} was left behind")
+    for thing in (image, path):
+        os.chown(thing, as_user.NOBODY, as_user.NOBODY)
+    user = as_user.words()
+    if suite.peer:
+        argv = [*user, *m.PeerMount(suite, "user", image=image, path=path, start=False).arguments]
+        child = r.Child(suite.rig, "user", argv)
+    else:
+        export = f"type=fuse,name=f0,disk=d0,mountpoint={path},writable=on,queues=2,transport=dev"
+        argv = [*user, as_user.program(folder), "serve", "--disk", f"name=d0,file={image}", "--export", export]
+        child = r.Child(suite.rig, "user", [*argv, "--control", folder / "user.ctl"])
+    r.wait_for("it is mounted", lambda: m.mounted(path) or not child.running())
+    r.require(child.running(), f"the daemon ended with {child.process.returncode}: {child.tail()}")
+    text = 'printf user | dd of="$0" bs=4 seek=175 conv=notrunc && dd if="$0" bs=4 skip=175 count=1'
+    done = r.run([*user, "sh", "-c", text, path], check=False)
+    r.require(done.stdout.strip() == "user", f"its user: {done.stdout}{done.stderr}")
+    code = child.stop()
+    r.require(code == 0, f"the daemon ended with {code}: {child.tail()}")
+    r.require(not m.mounted(path), "it is still mounted")
+    r.require(path.exists(), "the mountpoint that was there is gone")
+    with m.Opened(image, os.O_RDONLY) as fd:
+        r.require(os.pread(fd, 4, 700) == b"user", "the write is not in the image")
+    if not suite.peer:
+        made = folder / "made.mnt"
+        export = f"type=fuse,name=f0,disk=d0,mountpoint={made},allow-other=on,transport=dev"
+        done = r.run([*argv[:-1], export, "--control", folder / "other.ctl"], check=False)
+        ours = re.search("^vshunt.*allow.*$", done.stderr, re.MULTILINE)  # fusermount3 speaks for itself, too
+        r.require(done.returncode == 1 and ours, f"allow-other=on: {done.returncode} {done.stderr}")
+        r.require(not made.exists() and not m.mounted(made), f"{made} was left behind")
 
 
 @pytest.mark.transports("any")
 def test_allow_other(suite):
     """allow-other: whether users but the daemon's own may so much as look."""
-    setpriv = r.tool("setpriv", "util-linux")
-    os.chmod(suite.rig.dir, 0o755)
-    for value in ("on", "off"):
-        name = f"others-{value}"
-        mount = m.serving(suite, name, image=suite.image(f"{name}.img", MIB), extra=f",allow-other={value}")
-        done = r.run([setpriv, *m.AS_NOBODY[1:], "stat", mount.path], check=False)
-        r.require(done.returncode == (value == "off"), f"allow-other={value}: {done.returncode} {done.stdout}{done.stderr}")
-        mount.path.read_bytes()
-        mount.stop()
+    with as_user.folder(suite.rig, "others") as folder:
+        for value in ("on", "off"):
+            name = f"others-{value}"
+            image = suite.image(f"{name}.img", MIB)
+            mount = m.serving(suite, name, image=image, path=folder / f"{name}.mnt", extra=f",allow-other={value}")
+            done = r.run([*as_user.words(), "stat", mount.path], check=False)
+            r.require(done.returncode == (value == "off"), f"allow-other={value}: {done.returncode} {done.stdout}{done.stderr}")
+            mount.path.read_bytes()
+            mount.stop()
 
 
 def test_sigterm_with_i_o_under_way(suite):

@@ -5,8 +5,8 @@ peer.
 """
 
 import os
-import shlex
 
+import as_user
 import fuse_mount as m
 import pytest
 import rig as r
@@ -30,14 +30,14 @@ class Refusals:
     def path(self, name="new.mnt"):
         return self.suite.rig.dir / name
 
-    def serve(self, *words, mountpoint=None, keys="", disk=None, export=None, more=(), around=(), existed=False, control=None):
+    def serve(self, *words, mountpoint=None, keys="", disk=None, export=None, more=(), around=(), existed=False, control=None, program=None):
         """`vshunt serve`, to be refused with these words; `around`: a program that runs it."""
         self.suite.ours()
         self.number += 1
         path = mountpoint or self.path()
         control = control or self.suite.rig.dir / f"errors{self.number}.ctl"
         export = export or f"type=fuse,name=f0,disk=d0,mountpoint={path}{keys}"
-        argv = [r.binary("vshunt"), "serve", "--disk", disk or f"name=d0,file={self.image}", "--export", export, *more]
+        argv = [program or r.binary("vshunt"), "serve", "--disk", disk or f"name=d0,file={self.image}", "--export", export, *more]
         before = sorted(m.fuse_mounts())
         done = r.run([*around, *argv, "--control", control], timeout_s=REFUSAL_S, check=False)
         r.message_of(done, *words)
@@ -95,20 +95,12 @@ class Refusals:
     def forbidden(self):
         """Runs as a user that may not open the device node."""
         self.suite.ours()
-        folder = self.suite.rig.dir / "nobody"
-        folder.mkdir(mode=0o777, exist_ok=True)
-        os.chown(folder, 65534, 65534)
-        os.chmod(self.suite.rig.dir, 0o755)
-        image = self.suite.rig.image("nobody.img", MIB, folder)
-        os.chown(image, 65534, 65534)
-        program = m.program_for_all(self.suite)
-        script = (
-            'set -e; d=$(mktemp -d); mount -t tmpfs dev "$d"; cp -a /dev/fuse "$d"; chmod 600 "$d/fuse"; '
-            'mount --bind "$d/fuse" /dev/fuse; umount -l "$d"; rmdir "$d"; shift; '
-            f'exec {shlex.join(m.AS_NOBODY)} {program} "$@"'
-        )
-        around = ["unshare", "-m", "--propagation", "private", "sh", "-c", script, "sh"]
-        self.serve("/dev/fuse", disk=f"name=d0,file={image}", mountpoint=folder / "f.mnt", around=around, control=folder / "errors.ctl")
+        with as_user.folder(self.suite.rig, "nobody") as folder:
+            image = self.suite.rig.image("nobody.img", MIB, folder)
+            os.chown(image, as_user.NOBODY, as_user.NOBODY)
+            around = as_user.with_device("/dev/fuse", 0o600, as_user.words())
+            keys = {"disk": f"name=d0,file={image}", "mountpoint": folder / "f.mnt", "control": folder / "errors.ctl"}
+            self.serve("/dev/fuse", around=around, program=as_user.program(folder), **keys)
 
     def running(self):
         """The daemon and its other export go on."""

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 
+import as_user
 import fuse_guard
 import fuse_mount as m
 import pytest
@@ -62,16 +63,11 @@ def limited(suite):
 @contextlib.contextmanager
 def as_nobody(suite, name):
     """A folder, an image in it, and a program that runs others as a user that may use FUSE."""
-    r.tool("fusermount3", "fuse3")
-    setpriv = r.tool("setpriv", "util-linux")
-    folder = suite.rig.dir / name
-    folder.mkdir(mode=0o755)
-    os.chmod(suite.rig.dir, 0o755)
-    image = suite.rig.image("user.img", MIB, folder)
-    for thing in (folder, image):
-        os.chown(thing, 65534, 65534)
-    with m.device_for_all(folder):
-        yield folder, image, [setpriv, *m.AS_NOBODY[1:]]
+    as_user.fusermount3()
+    with as_user.folder(suite.rig, name) as folder, m.device_for_all(folder):
+        image = suite.rig.image("user.img", MIB, folder)
+        os.chown(image, as_user.NOBODY, as_user.NOBODY)
+        yield folder, image, as_user.words()
 
 
 def test_fusectl_is_mounted_after_the_daemons_start(suite):
@@ -80,8 +76,7 @@ def test_fusectl_is_mounted_after_the_daemons_start(suite):
     with as_nobody(suite, f"later-{suite.transport}") as (folder, image, user):
         path, control = folder / "f.mnt", folder / "c.sock"
         export = f"type=fuse,name=f0,disk=d0,mountpoint={path},writable=on,transport={suite.transport}"
-        program = m.program_for_all(suite)
-        argv = [*user, program, "serve", "--sandbox=kill", "--allow-path", folder, "--disk", f"name=d0,file={image}"]
+        argv = [*user, as_user.program(folder), "serve", "--sandbox=kill", "--allow-path", folder, "--disk", f"name=d0,file={image}"]
         fusectl = fuse_guard.CONNECTIONS
         # One that another mount hides cannot be reached, and does not matter.
         while os.path.ismount(fusectl):
@@ -118,10 +113,6 @@ def test_io_uring_is_switched_off_for_users(suite):
             r.require(os.pread(fd, 6, 0) == b"served", "the mount is not served")
         r.run([r.binary("vshunt-bench"), "blk", "--socket", socket, "--rw", "write", "--size", "1M", "--bs", "64k", "--verify", "--quiet"])
         r.require(daemon.child.stop() == 0, daemon.child.tail())
-        setpriv = r.tool("setpriv", "util-linux")
-        folder = suite.rig.dir / "disabled"
-        folder.mkdir(mode=0o755)
-        os.chown(folder, 65534, 65534)
-        program = m.program_for_all(suite)
-        argv = [setpriv, *m.AS_NOBODY[1:], program, "serve", "--disk", "name=d0,format=null,size=1M", "--control", folder / "c.sock"]
-        r.message_of(r.run(argv, check=False), "io_uring", "kernel.io_uring_disabled")
+        with as_user.folder(suite.rig, "disabled") as folder:
+            argv = [*as_user.words(), as_user.program(folder), "serve", "--disk", "name=d0,format=null,size=1M", "--control", folder / "c.sock"]
+            r.message_of(r.run(argv, check=False), "io_uring", "kernel.io_uring_disabled")

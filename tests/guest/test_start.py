@@ -8,10 +8,11 @@ import shlex
 import subprocess
 import time
 
+import as_user
+import pytest
 import rig as r
 import vm
 
-NOBODY = 65534
 SIZE = 64 << 20
 
 JOB = """
@@ -47,33 +48,42 @@ def qemu_line(text):
     return line.replace("-accel kvm -accel tcg ", "-accel tcg,thread=multi ")
 
 
-def test_a_guest_boots_with_the_line_that_is_printed(rig):
+@pytest.fixture
+def home(rig):
+    """A folder of the user who runs the daemon: not root, since root has /run, which belongs to the machine."""
+    if os.geteuid() != 0:
+        yield rig.dir
+        return
+    with as_user.folder(rig, "home") as folder:
+        yield folder
+
+
+def test_a_guest_boots_with_the_line_that_is_printed(rig, home):
     start = time.monotonic()
-    image = rig.image("first disk.img", SIZE)
-    run = rig.dir / "run"
+    image = rig.image("first disk.img", SIZE, home)
+    run = home / "run"
     run.mkdir(mode=0o700)
-    user = {}
+    user, program = {}, r.binary("vshunt")
     if os.geteuid() == 0:
-        # Root has /run, which belongs to the machine.
-        rig.dir.chmod(0o711)
         for path in (image, run):
-            os.chown(path, NOBODY, NOBODY)
-        user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+            os.chown(path, as_user.NOBODY, as_user.NOBODY)
+        user = {"user": as_user.NOBODY, "group": as_user.NOBODY, "extra_groups": []}
+        program = as_user.program(home)
     env = {**os.environ, "XDG_RUNTIME_DIR": str(run)}
     env.pop("VSHUNT_CONTROL", None)
     lines = rig.dir / "lines"
     with open(lines, "wb") as stdout:
-        child = r.Child(rig, "vshunt", [r.binary("vshunt"), "serve", image.name], cwd=rig.dir, env=env, stdout=stdout, **user)
-    r.wait_for("the daemon serves", lambda: "Cloud Hypervisor" in lines.read_text() or not child.running())
+        child = r.Child(rig, "vshunt", [program, "serve", image.name], cwd=home, env=env, stdout=stdout, **user)
+    r.wait_for("the daemon serves", lambda: "Cloud Hypervisor" in r.whole_lines(lines) or not child.running())
     r.require(child.running(), child.tail())
-    guest = Pasted(rig, qemu_line(lines.read_text()), JOB)
+    guest = Pasted(rig, qemu_line(r.whole_lines(lines)), JOB)
     size, queues, cpus, serial = guest.expect("disk").split()
     r.require((int(size) * 512, serial) == (SIZE, "firstdisk"), f"the guest sees {size} sectors and serial {serial}")
     r.require(queues == cpus, f"the guest has {cpus} CPUs, and {queues} queues")
     guest.expect("wrote")
     guest.end()
     print(f"from the image to the guest's end: {time.monotonic() - start:.1f} s")
-    status = subprocess.run([r.binary("vshunt"), "status"], env=env, capture_output=True, text=True, check=False, **user)
+    status = subprocess.run([program, "status"], env=env, capture_output=True, text=True, check=False, **user)
     r.require("-255 stopped" in status.stdout, f"status: {status.stdout}{status.stderr}")
     r.require(child.stop() == 0, child.tail())
     with open(image, "rb") as f:

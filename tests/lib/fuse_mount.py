@@ -316,16 +316,3 @@ def script(text, *arguments, timeout_s=r.WAIT_S):
     It could hang the rig with its lock held, as a page fault does.
     """
     return r.run([sys.executable, "-B", "-c", text, *arguments], timeout_s=timeout_s).stdout
-
-
-AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-
-
-def program_for_all(suite):
-    """A copy of vshunt that every user can run. Other users cannot access the build folder."""
-    copy = suite.rig.dir / "vshunt"
-    if not copy.exists():
-        os.chmod(suite.rig.dir, 0o755)
-        copy.write_bytes(open(r.binary("vshunt"), "rb").read())
-        copy.chmod(0o755)
-    return copy

@@ -6,12 +6,13 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
 
-use common::{Daemon, output, vshunt};
+use common::{Daemon, output, user, vshunt};
 
-const NOBODY: libc::c_long = 65534;
+const NOBODY: libc::c_long = user::NOBODY as libc::c_long;
 /// A group that only the test gives to anybody.
 const GROUP: libc::c_long = 1234;
 
@@ -55,17 +56,9 @@ fn mode(path: &Path) -> u32 {
     fs::symlink_metadata(path).unwrap().mode() & 0o7777
 }
 
-fn is_root() -> bool {
-    let root = rustix::process::geteuid().is_root();
-    if !root {
-        eprintln!("skipped: only root can become another user");
-    }
-    root
-}
-
 #[test]
 fn members_of_the_group_connect_and_others_do_not() {
-    if !is_root() {
+    if !user::root_or_skip("members_of_the_group_connect_and_others_do_not") {
         return;
     }
     let daemon = start("socket=vm0.sock,group=1234", &["--control-group", "1234"]);
@@ -88,7 +81,7 @@ fn members_of_the_group_connect_and_others_do_not() {
 
 #[test]
 fn a_restart_gives_a_dead_socket_to_the_group_again() {
-    if !is_root() {
+    if !user::root_or_skip("a_restart_gives_a_dead_socket_to_the_group_again") {
         return;
     }
     let mut first = start("socket=vm0.sock,group=1234", &[]);
@@ -180,16 +173,14 @@ fn a_socket_of_the_service_manager_is_not_changed() {
 
 #[test]
 fn a_user_without_rights_is_told_the_remedy() {
-    if !is_root() {
+    if !user::root_or_skip("a_user_without_rights_is_told_the_remedy") {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    fs::set_permissions(&dir, fs::Permissions::from_mode(0o777)).unwrap();
-    let program = dir.path().join("vshunt");
-    common::copy_program(&program);
+    let dir = user::folder(0o777);
+    let program = user::program(dir.path());
     let refused = |keys: &str| {
-        let mut command = Command::new("setpriv");
-        command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(&program).arg("serve");
+        let mut command = Command::new(&program);
+        command.arg("serve").uid(user::NOBODY).gid(user::NOBODY);
         output(command.args(served(keys)).args(["--control", "c"]).current_dir(&dir))
     };
     let (code, _, err) = refused("socket=s,group=1234");

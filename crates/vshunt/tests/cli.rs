@@ -12,7 +12,7 @@ use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-use common::{Daemon, output, vshunt, wait, wait_for};
+use common::{Daemon, output, user, vshunt, wait, wait_for};
 use serde_json::json;
 
 const RAM: [&str; 2] = ["--disk", "name=d0,format=ram,size=1M"];
@@ -135,7 +135,9 @@ fn queues_that_never_start_cost_no_descriptors_and_are_one_line() {
     let descriptors = |d: &Daemon| std::fs::read_dir(format!("/proc/{}/fd", d.child.id())).unwrap().count();
     let (few, many) = (start(",queues=1", &[]), start("", &[]));
     // The connections of clients may still be open.
-    assert!(descriptors(&many) < descriptors(&few) + 16);
+    if few.shows_descriptors("queues_that_never_start_cost_no_descriptors_and_are_one_line, in part") {
+        assert!(descriptors(&many) < descriptors(&few) + 16);
+    }
     let queues = many.json(&["qmp", "query-queues"]);
     assert_eq!(queues.as_array().unwrap().len(), 256);
     let text = many.ok(&["status"]);
@@ -484,6 +486,9 @@ fn a_reader_that_goes_away_is_no_failure() {
 
 #[test]
 fn it_takes_as_many_open_files_as_it_may_have() {
+    if !user::many_urings_or_skip("it_takes_as_many_open_files_as_it_may_have") {
+        return;
+    }
     let daemon = Daemon::start_with(&[], |command| {
         // SAFETY: between fork and exec; setrlimit is async-signal-safe and is about the child
         // only.
@@ -515,6 +520,9 @@ fn it_takes_as_many_open_files_as_it_may_have() {
 #[test]
 fn a_client_is_served_when_clients_have_all_descriptors() {
     let daemon = Daemon::start(&[]);
+    if !daemon.shows_descriptors("a_client_is_served_when_clients_have_all_descriptors") {
+        return;
+    }
     let pid = daemon.child.id();
     let descriptors = || -> Vec<u64> {
         let list = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
@@ -523,11 +531,12 @@ fn a_client_is_served_when_clients_have_all_descriptors() {
         list.sort_unstable();
         list
     };
-    // The client that saw the daemon start may still have one.
+    // The client that saw the daemon start may still have one. The kernel lists the daemon's end of
+    // a connection by the path of the socket, in state 03.
     wait_for("the last client to leave", || {
-        let before = descriptors();
-        std::thread::sleep(std::time::Duration::from_millis(100));
-        before == descriptors()
+        let sockets = std::fs::read_to_string(format!("/proc/{pid}/net/unix")).unwrap();
+        let path = daemon.control.to_str().unwrap();
+        !sockets.lines().any(|socket| socket.ends_with(path) && socket.contains(" 03 "))
     });
     let used = descriptors();
     // The limit is for the numbers of new ones. It is above that of the reserve, which is an

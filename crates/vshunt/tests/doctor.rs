@@ -5,30 +5,24 @@ mod common;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde_json::Value;
 
-use crate::common::{Daemon, copy_program, output, vshunt};
-
-/// A user without privileges.
-const NOBODY: u32 = 65534;
+use crate::common::user::{NOBODY, is_root};
+use crate::common::{Daemon, PATIENCE, output, user, vshunt};
 
 /// Runs it with `--json`. Returns the exit code, the report and stderr.
 fn report(command: &mut Command) -> (i32, Value, String) {
     let start = Instant::now();
     let (code, out, err) = output(command.args(["doctor", "--json"]));
-    assert!(start.elapsed() < Duration::from_secs(20));
+    assert!(start.elapsed() < PATIENCE);
     (code, serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out} {err}")), err)
 }
 
 fn check<'a>(report: &'a Value, name: &str) -> &'a Value {
     let checks = report["checks"].as_array().unwrap();
     checks.iter().find(|check| check["check"] == name).unwrap_or_else(|| panic!("no check {name}"))
-}
-
-fn is_root() -> bool {
-    rustix::process::geteuid().is_root()
 }
 
 /// Refuses a system call with EPERM in this process and its children.
@@ -97,14 +91,11 @@ fn a_seccomp_filter_against_io_uring_is_found() {
 
 #[test]
 fn a_user_who_is_not_root_is_told_what_that_user_lacks() {
-    if !is_root() {
-        println!("skipped: it needs root to become another user");
+    if !user::root_or_skip("a_user_who_is_not_root_is_told_what_that_user_lacks") {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let program = dir.path().join("vshunt");
-    copy_program(&program);
-    std::fs::set_permissions(&dir, PermissionsExt::from_mode(0o755)).unwrap();
+    let dir = user::folder(0o755);
+    let program = user::program(dir.path());
     let mut command = Command::new(&program);
     command.env_remove("VSHUNT_CONTROL").env_remove("XDG_RUNTIME_DIR").uid(NOBODY).gid(NOBODY);
     let (code, found, err) = report(&mut command);

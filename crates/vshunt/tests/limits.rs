@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command};
 
-use common::{PATIENCE, copy_program, output, wait_for};
+use common::{PATIENCE, output, user, wait_for};
 use vshunt_daemon::{Daemon, Options};
 use vshunt_engine::MAX_WORKERS;
 use vshunt_guest::Disk;
@@ -17,6 +17,9 @@ use vshunt_types::spec::WorkerSpec;
 
 #[test]
 fn no_more_workers_than_the_constant_says() {
+    if !user::many_urings_or_skip("no_more_workers_than_the_constant_says") {
+        return;
+    }
     let daemon = Daemon::new(Options::default()).unwrap();
     for _ in 1..MAX_WORKERS {
         daemon.worker_new(WorkerSpec::default()).unwrap();
@@ -35,13 +38,9 @@ fn an_error_descriptor_takes_no_ring() {
     const QUEUES: u16 = 8;
     let export = format!("type=vhost-user-blk,name=e,disk=d,socket=e.sock,queues={QUEUES}");
     let daemon = common::Daemon::start(&["--disk", "name=d,format=ram,size=1M", "--export", &export]);
-    // A daemon in its sandbox shows its descriptors to root alone.
-    let Ok(folder) = std::fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).map(|dir| dir.count())
-    else {
-        println!("skip an_error_descriptor_takes_no_ring: needs root");
+    if !daemon.shows_descriptors("an_error_descriptor_takes_no_ring") {
         return;
-    };
-    assert!(folder > 0);
+    }
     let rings = || {
         let fds = std::fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).unwrap().flatten();
         let links = fds.filter_map(|fd| std::fs::read_link(fd.path()).ok());
@@ -61,26 +60,31 @@ fn an_error_descriptor_takes_no_ring() {
     assert_eq!(rings(), before);
 }
 
-/// RLIMIT_NPROC does not bind root, so the daemon runs as nobody.
+/// RLIMIT_NPROC does not bind root, so the daemon runs as another user. It is one that no other
+/// process has, because the limit counts all threads of a user.
 #[test]
 fn the_owners_limit_of_threads_is_named() {
     let run_as = |command: &mut Command| output(command).0 == 0;
-    if !rustix::process::getuid().is_root() || !run_as(Command::new("setpriv").arg("--version")) {
-        println!("skip the_owners_limit_of_threads_is_named: needs root and setpriv (package util-linux)");
+    let name = "the_owners_limit_of_threads_is_named";
+    if !user::root_or_skip(name) {
         return;
     }
-    let dir = tempfile::tempdir_in("/tmp").unwrap();
-    rustix::fs::chmod(dir.path(), rustix::fs::Mode::from_raw_mode(0o777)).unwrap();
-    let program = dir.path().join("vshunt");
-    copy_program(&program);
+    if !run_as(Command::new("setpriv").arg("--version")) {
+        println!("skip {name}: needs setpriv (package util-linux)");
+        return;
+    }
+    let dir = user::folder(0o777);
+    let program = user::program(dir.path());
     let control = dir.path().join("c.sock");
-    let as_nobody = |args: &[&str]| {
+    let number = 0x4000_0000 + std::process::id();
+    let as_user = |args: &[&str]| {
         let mut command = Command::new("setpriv");
-        command.args(["--reuid=65534", "--regid=65534", "--clear-groups", "prlimit", "--nproc=16:16"]);
+        command.args([format!("--reuid={number}"), format!("--regid={number}")]);
+        command.args(["--clear-groups", "prlimit", "--nproc=16:16"]);
         command.arg(&program).args(args).env("VSHUNT_CONTROL", &control);
         command
     };
-    let mut daemon = Ends(as_nobody(&["serve"]).spawn().unwrap());
+    let mut daemon = Ends(as_user(&["serve"]).spawn().unwrap());
     // One connection: each new one would need a thread of the daemon's, too.
     let mut stream = None;
     wait_for("the control socket", || {

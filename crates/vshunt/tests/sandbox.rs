@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{Daemon, copy_program, output, vshunt, wait, wait_for};
+use common::{Daemon, output, user, vshunt, wait, wait_for};
 use serde_json::{Value, json};
 use vshunt_daemon::{Daemon as Library, Options};
 use vshunt_types::error::Kind;
@@ -389,16 +389,16 @@ fn without_a_control_socket_it_serves_and_ends_cleanly() {
 
 #[test]
 fn its_memory_is_closed_to_processes_of_its_user() {
-    if !rustix::process::getuid().is_root() || output(Command::new("setpriv").arg("--version")).0 != 0 {
-        println!(
-            "skip its_memory_is_closed_to_processes_of_its_user: needs root and setpriv (package util-linux)"
-        );
+    let name = "its_memory_is_closed_to_processes_of_its_user";
+    if !user::root_or_skip(name) {
         return;
     }
-    let dir = tempfile::tempdir_in("/tmp").unwrap();
-    rustix::fs::chmod(dir.path(), rustix::fs::Mode::from_raw_mode(0o777)).unwrap();
-    let program = dir.path().join("vshunt");
-    copy_program(&program);
+    if output(Command::new("setpriv").arg("--version")).0 != 0 {
+        println!("skip {name}: needs setpriv (package util-linux)");
+        return;
+    }
+    let dir = user::folder(0o777);
+    let program = user::program(dir.path());
     let control = dir.path().join("c");
     let nobody = ["--reuid=65534", "--regid=65534", "--clear-groups"];
     let mut child = Command::new("setpriv")

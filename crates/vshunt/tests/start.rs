@@ -11,33 +11,35 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use common::{PATIENCE, output, vshunt, wait, wait_for};
+use common::user::{NOBODY, is_root};
+use common::{PATIENCE, output, user, vshunt_at, wait, wait_for};
 
-/// Not root: root has `/run`.
-const NOBODY: u32 = 65534;
-
-/// A user's home and runtime folder.
+/// A user's home and runtime folder. For root it is another user, because root has `/run`.
 struct User {
     dir: tempfile::TempDir,
+    /// The program, where the user may execute it.
+    program: PathBuf,
 }
 
 impl User {
-    fn new() -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let user = Self { dir };
+    /// Returns None, and prints that the test is skipped, if root cannot run daemons as another
+    /// user.
+    fn new() -> Option<Self> {
+        if is_root() && !user::root_or_skip(std::thread::current().name().unwrap_or("a test")) {
+            return None;
+        }
+        let dir = user::folder(0o755);
+        let program = user::program(dir.path());
+        let user = Self { dir, program };
         fs::create_dir(user.run()).unwrap();
         fs::set_permissions(user.run(), PermissionsExt::from_mode(0o700)).unwrap();
         user.own(user.dir.path());
         user.own(&user.run());
-        user
-    }
-
-    fn is_root() -> bool {
-        rustix::process::geteuid().is_root()
+        Some(user)
     }
 
     fn own(&self, path: &Path) {
-        if Self::is_root() {
+        if is_root() {
             chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
         }
     }
@@ -63,9 +65,9 @@ impl User {
 
     /// The program, run by this user.
     fn vshunt(&self, args: &[&str]) -> Command {
-        let mut command = vshunt();
+        let mut command = vshunt_at(&self.program);
         command.args(args).env("XDG_RUNTIME_DIR", self.run()).current_dir(&self.dir);
-        if Self::is_root() {
+        if is_root() {
             command.uid(NOBODY).gid(NOBODY);
         }
         command
@@ -129,7 +131,7 @@ impl Drop for Running {
 
 #[test]
 fn an_image_is_served_without_flags_and_status_finds_it() {
-    let user = User::new();
+    let Some(user) = User::new() else { return };
     user.file("disk.img", b"");
     let mut daemon = user.start(&["serve", "disk.img"]);
     let socket = user.run().join("vshunt/disk.sock");
@@ -157,7 +159,7 @@ fn an_image_is_served_without_flags_and_status_finds_it() {
 
 #[test]
 fn an_export_has_the_type_and_the_socket_that_serve_gives_it() {
-    let user = User::new();
+    let Some(user) = User::new() else { return };
     let mut daemon = user.start(&["serve", "--disk", "name=d0,format=null,size=1G"]);
     let socket = user.run().join("vshunt/d0.sock");
     let (code, out, err) = user.output(&["export", "add", "disk=d0"]);
@@ -170,7 +172,7 @@ fn an_export_has_the_type_and_the_socket_that_serve_gives_it() {
 
 #[test]
 fn an_image_that_is_served_already_is_named() {
-    let user = User::new();
+    let Some(user) = User::new() else { return };
     user.file("disk.img", b"");
     fs::create_dir(user.path("other")).unwrap();
     user.file("other/disk.img", b"");
@@ -196,7 +198,7 @@ fn an_image_that_is_served_already_is_named() {
 
 #[test]
 fn mount_has_the_flags_of_serve_for_the_log_and_the_control_socket() {
-    let user = User::new();
+    let Some(user) = User::new() else { return };
     user.file("disk.img", b"");
     let (code, _, err) = user.output(&["mount", "--no-control", "--control-group", "0", "disk.img"]);
     assert!(code == 2 && err.contains("--control-group is given, and there is no control socket"), "{err}");
@@ -208,7 +210,7 @@ fn mount_has_the_flags_of_serve_for_the_log_and_the_control_socket() {
 
 #[test]
 fn names_and_formats_follow_from_the_files() {
-    let user = User::new();
+    let Some(user) = User::new() else { return };
     for (name, dir) in [("disk.img", ""), ("disk.raw", ""), ("my disk.img", "a/"), ("d0.img", "")] {
         user.file(&format!("{dir}{name}"), b"");
     }
@@ -242,7 +244,7 @@ fn names_and_formats_follow_from_the_files() {
 
 #[test]
 fn what_is_unclear_is_refused_with_the_remedy() {
-    let user = User::new();
+    let Some(user) = User::new() else { return };
     // A name of another format is a warning only.
     user.output(&["image", "create", "-q", "-f", "qcow2", "cloud.raw", "1M"]);
     let (_, err) = user.start(&["serve", "cloud.raw"]).end();
@@ -294,7 +296,7 @@ fn what_is_unclear_is_refused_with_the_remedy() {
 
 #[test]
 fn a_second_daemon_is_told_how_to_use_the_first_one() {
-    let user = User::new();
+    let Some(user) = User::new() else { return };
     user.file("a.img", b"");
     user.file("b,c.img", b"");
     let mut first = user.start(&["serve", "a.img"]);
@@ -318,7 +320,7 @@ fn a_second_daemon_is_told_how_to_use_the_first_one() {
 
 #[test]
 fn a_full_pipe_as_stdout_holds_no_daemon() {
-    let user = User::new();
+    let Some(user) = User::new() else { return };
     user.file("disk.img", b"");
     let (_reader, writer) = std::io::pipe().unwrap();
     rustix::fs::fcntl_setfl(&writer, rustix::fs::OFlags::NONBLOCK).unwrap();
@@ -337,7 +339,7 @@ fn a_full_pipe_as_stdout_holds_no_daemon() {
 
 #[test]
 fn two_images_whose_names_give_one_socket_are_told_apart() {
-    let user = User::new();
+    let Some(user) = User::new() else { return };
     user.file("a b.img", b"");
     user.file("ab.img", b"");
     let mut first = user.start(&["serve", "a b.img"]);
@@ -355,7 +357,7 @@ fn two_images_whose_names_give_one_socket_are_told_apart() {
 
 #[test]
 fn a_path_that_is_not_utf8_hides_no_other() {
-    let user = User::new();
+    let Some(user) = User::new() else { return };
     user.file("disk.img", b"");
     let name = std::ffi::OsStr::from_bytes(b"b\xffad\n.img");
     fs::rename(user.file("x.img", b""), user.path("x").with_file_name(name)).unwrap();
@@ -378,6 +380,7 @@ fn a_path_that_is_not_utf8_hides_no_other() {
     }
     // What is left is a whole file.
     fs::write(user.path("shown.toml"), &shown).unwrap();
+    user.own(&user.path("shown.toml"));
     let (code, out, err) = user.output(&["config", "check", "shown.toml"]);
     assert!(code == 0 && out.contains("1 disk, 0 networks, 0 workers, 1 export"), "{out}{err}");
     assert_eq!(user.output(&["quit"]).0, 0);
@@ -386,7 +389,7 @@ fn a_path_that_is_not_utf8_hides_no_other() {
 
 #[test]
 fn a_planted_folder_is_refused() {
-    let user = User::new();
+    let Some(user) = User::new() else { return };
     user.file("disk.img", b"");
     let folder = user.run().join("vshunt");
     symlink("/tmp", &folder).unwrap();
@@ -403,9 +406,9 @@ fn a_planted_folder_is_refused() {
 
 #[test]
 fn without_a_runtime_folder_the_remedy_is_named() {
-    let user = User::new();
+    let Some(user) = User::new() else { return };
     user.file("disk.img", b"");
-    if !User::is_root() || Path::new("/run/user/65534").exists() {
+    if !is_root() || Path::new("/run/user/65534").exists() {
         println!(
             "skip without_a_runtime_folder_the_remedy_is_named: needs root, and a user without a folder"
         );
@@ -426,12 +429,17 @@ fn without_a_runtime_folder_the_remedy_is_named() {
 
 #[test]
 fn an_image_is_mounted_and_ends_with_ctrl_c_or_umount() {
-    let user = User::new();
-    let has = |program: &str| Command::new("which").arg(program).output().is_ok_and(|o| o.status.success());
-    if fs::File::open("/dev/fuse").is_err() || !has("fusermount3") {
-        println!("skip an_image_is_mounted_and_ends_with_ctrl_c_or_umount: needs /dev/fuse and fusermount3");
-        return;
+    let Some(user) = User::new() else { return };
+    let why = match user::no_fusermount3() {
+        Some(why) => Err(why),
+        None => user::with_device(Path::new("/dev/fuse"), || mounted_until_ctrl_c_or_umount(&user)),
+    };
+    if let Err(why) = why {
+        println!("skip an_image_is_mounted_and_ends_with_ctrl_c_or_umount: {why}");
     }
+}
+
+fn mounted_until_ctrl_c_or_umount(user: &User) {
     user.file("disk.img", b"begin");
     let mut mount = user.start(&["mount", "disk.img"]);
     let path = user.run().join("vshunt/disk.raw");
@@ -439,7 +447,7 @@ fn an_image_is_mounted_and_ends_with_ctrl_c_or_umount() {
     let in_mount = |script: &str, path: &Path| {
         let mut command = Command::new("sh");
         command.args(["-ec", script, "sh"]).arg(path);
-        if User::is_root() {
+        if is_root() {
             command.uid(NOBODY).gid(NOBODY);
         }
         output(&mut command)

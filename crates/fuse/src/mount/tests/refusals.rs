@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::Read;
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
@@ -138,13 +138,20 @@ fn without_fusermount3_both_remedies_are_named() {
 #[test]
 fn those_who_are_not_root_mount_by_fusermount3() {
     privately(|folder| {
-        if helper::find().is_none() {
+        let Some(program) = helper::find() else {
             println!("skipped: needs fusermount3");
+            return;
+        };
+        let meta = fs::metadata(&program).unwrap();
+        if meta.uid() != 0 || meta.mode() & libc::S_ISUID == 0 {
+            println!("skipped: {} is not set-user-id root", program.display());
             return;
         }
         fs::set_permissions(folder, fs::Permissions::from_mode(0o777)).unwrap();
         own_device(folder, 0o666);
         fs::write(folder.join("conf"), "mount_max = 1000\n").unwrap();
+        // fusermount3 reads it with the rights of the user.
+        fs::set_permissions(folder.join("conf"), fs::Permissions::from_mode(0o644)).unwrap();
         if Path::new("/etc/fuse.conf").exists() {
             bind(&folder.join("conf"), Path::new("/etc/fuse.conf"));
         }

@@ -2,6 +2,7 @@
 //! processes.
 
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::panic::resume_unwind;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread::{self, JoinHandle};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{CWD, FileType, Mode, OFlags};
+use rustix::fs::{Access, AtFlags, CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 /// The contents of the file.
@@ -25,12 +26,12 @@ pub(super) fn privately(test: impl FnOnce(&Path) + Send + 'static) {
         println!("skipped: needs root, and not only that of a user namespace");
         return;
     }
-    if !Path::new("/dev/fuse").exists() {
-        println!("skipped: needs /dev/fuse");
+    if let Err(e) = std::fs::File::options().read(true).write(true).open("/dev/fuse") {
+        println!("skipped: needs /dev/fuse, which cannot be opened: {e}");
         return;
     }
     // Of the thread outside: the one inside may lose the right to remove it.
-    let folder = tempfile::tempdir().unwrap();
+    let folder = folder();
     let path = folder.path().to_owned();
     let result = thread::spawn(move || {
         // SAFETY: the call takes no memory, and affects this thread only.
@@ -46,6 +47,26 @@ pub(super) fn privately(test: impl FnOnce(&Path) + Send + 'static) {
     if let Err(panic) = result {
         resume_unwind(panic);
     }
+}
+
+/// Makes a temporary folder of root in a place that [`NOBODY`] can enter. TMPDIR may lie in a
+/// folder of root alone.
+fn folder() -> tempfile::TempDir {
+    let mode = |mode| std::fs::Permissions::from_mode(mode);
+    for parent in [std::env::temp_dir(), "/tmp".into(), "/var/tmp".into()] {
+        let Ok(dir) = tempfile::tempdir_in(parent) else { continue };
+        std::fs::set_permissions(&dir, mode(0o711)).unwrap();
+        let path = dir.path().to_owned();
+        let enter = move || {
+            become_nobody();
+            rustix::fs::accessat(CWD, &path, Access::EXEC_OK, AtFlags::EACCESS).is_ok()
+        };
+        if thread::spawn(enter).join().unwrap() {
+            std::fs::set_permissions(&dir, mode(0o700)).unwrap();
+            return dir;
+        }
+    }
+    panic!("user {NOBODY} can enter neither TMPDIR ({:?}) nor /tmp nor /var/tmp", std::env::temp_dir());
 }
 
 /// Calls mount(2) without data.

@@ -1,5 +1,7 @@
 //! Interfaces of other network namespaces.
 
+use std::os::unix::fs::PermissionsExt;
+
 use super::*;
 
 fn in_red() -> Options {
@@ -73,6 +75,8 @@ fn namespaces_that_cannot_be() {
         }
         assert!(!is_there("vs0"));
         ip("netns add red");
+        // `ip` makes the folder, and obeys the umask.
+        std::fs::set_permissions("/run/netns", std::fs::Permissions::from_mode(0o755)).unwrap();
         drop_privileges();
         let (_, said) = refused("red");
         assert!(said.contains("no permission to enter") && said.contains("CAP_SYS_ADMIN"), "{said}");
