@@ -41,24 +41,31 @@ def test_no_space_in_the_target(suite, kind):
     mount.stop()
 
 
+def hurry(mount, job):
+    """Lets a slow job copy as fast as it can. It may have failed already."""
+    mount.cli("job", "speed", job, "max", check=False)
+
+
 def test_the_target_is_removed_or_replaced(suite):
     """When another process removes or replaces the unfinished file, the job fails, and the
     replacement stays."""
     mount, writers = busy(suite, "removed", "raw")
     for number, replaced in enumerate((False, True)):
         path = suite.path(f"removed.{number}")
-        mount.cli("backup", "start", "d0", "--to", path, "--speed", "16M")
+        mount.cli("backup", "start", "d0", "--to", path, *SLOW)
         r.require(not path.exists(), "a file that is not whole has the name of a backup")
         part(path).unlink()
         if replaced:
             part(path).write_bytes(b"another's")
+        hurry(mount, f"backup{number}")
         ended(mount, f"backup{number}", part(path), "removed")
         r.require(part(path).exists() == replaced and not path.exists(), "another's file was taken for ours")
         gone_on(mount, writers)
     # Another gets the name meanwhile: both stay.
     path = suite.path("removed.taken")
-    mount.cli("backup", "start", "d0", "--to", path, "--job", "taken", "--speed", "16M")
+    mount.cli("backup", "start", "d0", "--to", path, "--job", "taken", *SLOW)
     path.write_bytes(b"another's")
+    hurry(mount, "taken")
     ended(mount, "taken", path, "come to be", part(path), "whole")
     r.require(path.read_bytes() == b"another's", "another's file was replaced")
     b.checked(part(path))
@@ -156,13 +163,14 @@ def test_the_export_goes_while_a_job_runs(suite):
     # Before the writers' errors.
     writers.stop()
     was = b.contents(suite, mount.path, "raw")
-    mount.cli("backup", "start", "d0", "--to", path, "--speed", "8M")
+    mount.cli("backup", "start", "d0", "--to", path, *SLOW)
     b.put(mount.path, SIZE - MIB, bytes(MIB))
     mount.cli("export", "remove", "f0")
     r.message_of(mount.cli("disk", "remove", "d0", check=False), "d0", "job backup0", code=(1,))
     again = f"type=fuse,name=f1,disk=d0,mountpoint={mount.path},writable=on"
     mount.cli("export", "add", again)
     b.put(mount.path, SIZE - 2 * MIB, bytes(MIB))
+    hurry(mount, "backup0")
     mount.cli("job", "wait", "backup0")
     b.equal(b.contents(suite, path, "qcow2"), was, "the backup")
     mount.cli("export", "remove", "f1")

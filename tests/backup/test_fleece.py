@@ -90,16 +90,20 @@ def test_a_point_under_verified_load(suite):
     first = r.Child(suite.rig, f"{name}.first", load_argv(socket, "--runtime", "2s", "--state", state))
     r.require(first.wait(r.WAIT_S) == 0, f"the load failed: {first.tail()}")
     path, fleece = suite.path(f"{name}.backup"), suite.memory / f"{name}.fleece"
-    daemon.cli("backup", "start", "d0", "--to", path, "--fleece", fleece, "--job", "j0", "--speed", "8M")
+    daemon.cli("backup", "start", "d0", "--to", path, "--fleece", fleece, "--job", "j0", *SLOW)
     second = r.Child(suite.rig, f"{name}.second", load_argv(socket, "--runtime", r.FOREVER, "--seed", "2"))
     moves = job_moves = peak = 0
+    is_slow = True
     while (job := b.job(daemon, "j0"))["status"] != "concluded":
         r.require(second.running(), f"the load ended: {second.tail()}")
         peak = max(peak, job.get("fleece-bytes", 0))
-        daemon.cli("attach", f"e0:{moves % 4}", str((moves * 3 + 1) % 4))
+        daemon.attach(f"e0:{moves % 4}", (moves * 3 + 1) % 4)
         # It may have ended in between.
         job_moves += daemon.cli("attach", "j0:0", str(moves % 4), check=False).returncode == 0
         moves += 1
+        if is_slow and peak and job_moves:
+            daemon.cli("job", "speed", "j0", "8M")
+            is_slow = False
     daemon.cli("job", "wait", "j0")
     r.require(second.interrupt() == 0, f"the load failed: {second.tail()}")
     r.require(peak and job_moves, f"{peak} bytes were kept, the job's queue moved {job_moves} times")
@@ -148,7 +152,8 @@ def test_no_space_for_the_fleecing_file(suite):
     folder = small(suite)
     room = os.statvfs(folder).f_bfree
     path, fleece = suite.path("fleece-full.backup"), folder / "fleece"
-    mount.cli("backup", "start", "d0", "--to", path, "--fleece", fleece, "--bitmap", "b0", *SLOW)
+    # On a slow disk the writers need minutes to fill the file. The job must not end before.
+    mount.cli("backup", "start", "d0", "--to", path, "--fleece", fleece, "--bitmap", "b0", "--speed", "16K")
     ended(mount, "backup0", fleece, "No space left", "--fleece")
     text = b.job(mount.daemon)["error"]
     r.require("target" not in text and text.count(";") == 1, f"it says: {text}")

@@ -157,8 +157,8 @@ class Closes:
         self.serves("good")
         if serves:
             self.serves("bad")
-            daemon.cli("export", "remove", "bad", timeout_s=20)
-        r.require(daemon.child.stop(20) == 0, f"the daemon ended badly: {daemon.child.tail()}")
+            daemon.cli("export", "remove", "bad")
+        r.require(daemon.child.stop() == 0, f"the daemon ended badly: {daemon.child.tail()}")
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_a_close_that_waits_of_what_was_sent_before_its_turn(closes):
             r.require(first.handshake() == p.ACCEPTED, "a handshake was refused")
             with closes.stopped(daemon):
                 closes.leave(c, make)
-            r.require(c.closed(20), "a connection that sends descriptors before its turn stays")
+            r.require(c.closed(), "a connection that sends descriptors before its turn stays")
             r.require(first.memory() == p.ACCEPTED, "the connection that is served is not any more")
         with p.Peer(closes.socket("bad")) as c:
             r.require(c.handshake() == p.ACCEPTED, "the next front end was refused")
@@ -189,10 +189,10 @@ def test_a_close_that_waits_of_what_was_sent_after_an_error(closes):
             with closes.stopped(daemon):
                 c.message(p.GET_FEATURES, size=1 << 20)
                 closes.leave(c, make)
-            r.require(c.closed(20), "the connection of a malformed message stays")
+            r.require(c.closed(), "the connection of a malformed message stays")
         with p.Peer(closes.socket("bad")) as c:
             r.require(c.handshake() == p.ACCEPTED, "the next front end was refused")
-        daemon.cli("export", "remove", "bad", timeout_s=20)
+        daemon.cli("export", "remove", "bad")
         closes.still_works(daemon, serves=False)
 
 
@@ -205,8 +205,8 @@ def test_a_close_that_waits_of_what_nobody_has_accepted(closes):
             connections = [stack.enter_context(p.Peer(closes.socket("bad"))) for _ in range(20)]
             for c, flags in zip(connections, itertools.cycle([0, socket.MSG_OOB])):
                 closes.leave(c, make, flags)
-        r.require(remover.wait(20) == 0, "the export was not removed")
-        r.require(all(c.closed(20) for c in connections), "a connection stays")
+        r.require(remover.wait(r.WAIT_S) == 0, "the export was not removed")
+        r.require(all(c.closed() for c in connections), "a connection stays")
         closes.still_works(daemon, serves=False)
 
 
@@ -221,10 +221,10 @@ def test_a_close_that_waits_of_what_a_socket_has_in_its_queue(closes):
                     # The daemon gets it with the message below, so this close is not the last.
                     socket.send_fds(far, [b"x"], [s.fileno()])
                 c.message(SET_BACKEND_REQ_FD, fds=[near.fileno()])
-            r.require(c.closed(20), "a connection whose descriptor cannot be had in time stays")
+            r.require(c.closed(), "a connection whose descriptor cannot be had in time stays")
         with p.Peer(closes.socket("bad")) as c:
             r.require(c.handshake() == p.ACCEPTED, "the next front end was refused")
-        daemon.cli("export", "remove", "bad", timeout_s=20)
+        daemon.cli("export", "remove", "bad")
         closes.still_works(daemon, serves=False)
 
 
@@ -238,7 +238,7 @@ def test_closes_that_wait_more_than_an_export_keeps(closes):
                 c = stack.enter_context(p.Peer(closes.socket("bad")))
                 with closes.stopped(daemon):
                     closes.leave(c, make)
-                r.require(c.closed(20), "a connection that sends descriptors before its turn stays")
+                r.require(c.closed(), "a connection that sends descriptors before its turn stays")
             # No other is taken, and the one that is served is.
             c = stack.enter_context(p.Peer(closes.socket("bad")))
             with closes.stopped(daemon):
@@ -246,7 +246,7 @@ def test_closes_that_wait_more_than_an_export_keeps(closes):
             r.require(not c.closed(2), "one more connection was taken")
             r.require(first.memory() == p.ACCEPTED, "the connection that is served is not any more")
             closes.serves("good")
-        r.require(c.closed(20), "a connection stays after the others are closed")
+        r.require(c.closed(), "a connection stays after the others are closed")
         first.socket.close()
         closes.still_works(daemon)
 
@@ -324,7 +324,7 @@ def test_descriptors_whose_close_waits_one_after_the_other_then_kill_9(closes):
         status = daemon.cli("status").stdout
         r.require("good" in status, f"status says {status}")
         daemon.child.process.send_signal(signal.SIGKILL)
-        daemon.child.process.wait(10)
+        daemon.child.wait()
         # Its locks went with it.
         daemon = closes.daemon()
         closes.serves("good")

@@ -79,8 +79,9 @@ class Asked:
     def connect(self):
         """A connection to the control socket."""
         s = sockets.socket(sockets.AF_UNIX)
-        s.settimeout(r.WAIT_S)
+        # With a time limit, connecting would fail at once while many others connect.
         s.connect(str(self.daemon.control))
+        s.settimeout(r.WAIT_S)
         return s
 
 

@@ -68,11 +68,11 @@ def test_a_fifo_as_a_configuration_is_not_waited_for(rig):
     fifo = rig.dir / "fifo"
     os.mkfifo(fifo)
     for argv in (["config", "check", fifo], ["serve", "--config", fifo], ["serve", fifo], ["config", "check", "/dev/zero"]):
-        done = r.run([r.binary("vshunt"), *argv], check=False, timeout_s=20)
+        done = r.run([r.binary("vshunt"), *argv], check=False)
         r.message_of(done, argv[-1], code=(2,))
     # A pipe that the program has inherited is one that the user means.
     text = 'control = false\n[[disk]]\nname = "d"\nformat = "null"\nsize = "1M"\n'
-    done = subprocess.run([r.binary("vshunt"), "config", "check", "/dev/stdin"], input=text, text=True, capture_output=True, timeout=20)
+    done = subprocess.run([r.binary("vshunt"), "config", "check", "/dev/stdin"], input=text, text=True, capture_output=True, timeout=r.WAIT_S)
     r.message_of(done, "/dev/stdin:1:1: there is neither", code=(2,))
 
 

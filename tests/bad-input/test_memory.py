@@ -256,7 +256,6 @@ def gone(shared):
     r.wait_for(
         f"the front end of {name} is gone",
         lambda: not next(e for e in shared.daemon.status()["exports"] if e["name"] == name)["connected"],
-        timeout_s=20,
     )
 
 
@@ -293,7 +292,7 @@ def test_two_connections_that_hold_each_other_as_back_end_channel(c, shared):
     other.socket.close()
     c.socket.close()
     gone(shared)
-    r.wait_for("the other export is free", lambda: shared.daemon.cli("export", "remove", "other", check=False).returncode == 0, timeout_s=20)
+    r.wait_for("the other export is free", lambda: shared.daemon.cli("export", "remove", "other", check=False).returncode == 0)
     shared.daemon.cli("disk", "remove", "dx")
 
 

@@ -1,10 +1,12 @@
 """Queues that follow load: moved, reported, or left where they are.
 
-What is asserted is where queues are in the end, and that no request is lost; never how fast it was.
+What is asserted is where queues are in the end, and that no request is lost; never how fast it was. Whether a move pays depends on
+the CPU time that load and workers get, so most tests have the mark `timed`.
 """
 
 import contextlib
 import json
+import re
 import socket
 import time
 
@@ -13,7 +15,6 @@ import rig as r
 
 # Copies of this size keep a worker busy.
 LOAD = ["--rw", "randrw", "--bs", "64k", "--iodepth", "16", "--queues", "4"]
-pytestmark = pytest.mark.serial
 
 
 def served(rig, name, *arguments, exports=2, keys=""):
@@ -80,6 +81,7 @@ class Events:
                 return event["data"]
 
 
+@pytest.mark.timed
 def test_queues_follow_a_load_that_shifts(rig):
     daemon = served(rig, "shift", "--balance", "auto")
     events = Events(daemon)
@@ -107,13 +109,14 @@ def test_queues_follow_a_load_that_shifts(rig):
     r.require('balance = "auto"' in shown and "[[attach]]" not in shown, f"config: {shown}")
 
 
+@pytest.mark.timed
 def test_a_dry_run_moves_nothing(rig):
     daemon = served(rig, "dry", exports=1, keys=",balance=dry-run")
     events = Events(daemon)
     with load(daemon, 0):
-        told = events.wait("QUEUE_BALANCED")
-        r.require(told["outcome"] == "dry-run" and told["from"] == 0 and told["worker"] == 1, f"event: {told}")
-        time.sleep(1)
+        for _ in range(2):
+            told = events.wait("QUEUE_BALANCED")
+            r.require(told["outcome"] == "dry-run" and told["from"] == 0 and told["worker"] == 1, f"event: {told}")
         r.require(set(workers(daemon, 0)) == {0}, "a dry run has moved a queue")
         info = balancing(daemon)
         r.require(info["moves"] == 0 and info["decisions"] > 0, f"balancing: {info}")
@@ -126,6 +129,7 @@ def test_a_dry_run_moves_nothing(rig):
         r.require(set(workers(daemon, 0)) == {0}, "a queue has moved with balance off")
 
 
+@pytest.mark.timed
 def test_queues_that_a_command_attached_stay(rig):
     daemon = served(rig, "stay")
     daemon.cli("attach", "vm0:0-3", "0")
@@ -147,6 +151,7 @@ def test_queues_that_a_command_attached_stay(rig):
     r.require(json.loads(daemon.cli("balance", "--json").stdout)["exports"]["vm0"]["mode"] == "auto", shown)
 
 
+@pytest.mark.timed
 def test_workers_of_other_exports_are_not_used(rig):
     keys = f"type=vhost-user-blk,name=own,disk=other,socket={rig.dir}/own.sock,queues=4,workers=2"
     more = ("--disk", "name=other,format=ram,size=64M", "--export", keys)
@@ -160,10 +165,10 @@ def test_workers_of_other_exports_are_not_used(rig):
 
 
 def threads(daemon, name):
-    """The CPU time of the daemon's threads of a name, in ns."""
+    """How often each of the daemon's threads of a name has slept."""
     tasks = (r.Path("/proc") / str(daemon.child.pid) / "task").iterdir()
-    named = [task for task in tasks if (task / "comm").read_text().strip() == name]
-    return [int((task / "schedstat").read_text().split()[0]) for task in named]
+    named = [(task / "status").read_text() for task in tasks if (task / "comm").read_text().strip() == name]
+    return [int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)$", text, re.MULTILINE)[1]) for text in named]
 
 
 def test_without_balance_there_is_no_thread_and_without_load_no_work(rig):
@@ -171,10 +176,13 @@ def test_without_balance_there_is_no_thread_and_without_load_no_work(rig):
     r.require(threads(daemon, "balance") == [], "a thread without balance")
     r.require(balancing(daemon) is None, "balance is off")
     daemon.cli("balance", "auto")
-    before = r.wait_for("its thread", lambda: threads(daemon, "balance"))
-    time.sleep(3)
-    used = threads(daemon, "balance")[0] - before[0]
-    r.require(used < 3_000_000, f"without load the thread used {used} ns in 3 s")
+    r.wait_for("its thread", lambda: threads(daemon, "balance"))
+    # It looks once a second. A look that meets a lock sleeps once more.
+    since, before = time.monotonic(), threads(daemon, "balance")[0]
+    time.sleep(5)
+    slept = threads(daemon, "balance")[0] - before
+    most = 2 * (time.monotonic() - since + 1)
+    r.require(slept <= most, f"without load the thread was woken {slept} times, more than {most:.0f}")
     daemon.cli("balance", "off")
     r.wait_for("the thread ends", lambda: threads(daemon, "balance") == [])
 
@@ -191,6 +199,11 @@ def test_wrong_settings_are_refused(rig):
         r.require(daemon.cli("qmp", "balance-set", arguments, check=False).returncode == 1, f"{arguments} is accepted")
 
 
+def served_some(daemon):
+    """Wait until a daemon has served 100 requests."""
+    r.wait_for("it has requests", lambda: requests(daemon, 0) > 100)
+
+
 def test_a_daemon_that_is_killed_while_it_balances_loses_no_request(rig):
     image = rig.image("killed.img", 64 << 20)
     keys = f"type=vhost-user-blk,name=vm0,disk=d0,socket={rig.dir}/killed0.sock,queues=4"
@@ -199,11 +212,12 @@ def test_a_daemon_that_is_killed_while_it_balances_loses_no_request(rig):
     )
     with load(daemon, 0, "--verify", "--reconnect", "60s"):
         for _ in range(3):
-            time.sleep(0.7)
+            served_some(daemon)
+            # It looks ten times a second.
+            time.sleep(0.5)
             daemon.child.kill()
             daemon.start()
-        before = requests(daemon, 0)
-        r.wait_for("it has requests again", lambda: requests(daemon, 0) > before + 100)
+        served_some(daemon)
 
 
 def sized(rig, name, *arguments, keys=""):
@@ -218,6 +232,7 @@ def pool(daemon):
     return {w["name"]: w["id"] for w in daemon.status()["workers"] if w["name"].startswith("vm0/")}
 
 
+@pytest.mark.timed
 def test_workers_are_made_and_freed_as_load_needs_them(rig):
     daemon = sized(rig, "auto")
     events = Events(daemon)
@@ -227,13 +242,17 @@ def test_workers_are_made_and_freed_as_load_needs_them(rig):
         made = events.wait("WORKERS_BALANCED")
         r.require((made["workers"], made["outcome"]) == (2, "done"), f"event: {made}")
         r.require("no time left" in made["reason"] and made["worker"] in pool(daemon).values(), f"event: {made}")
+        # Balance is off, so the result stays as it is.
+        daemon.cli("balance", "off", "--export", "vm0")
+        resized = balancing(daemon)["resized"]
         shown = daemon.cli("balance").stdout
-        r.require("2 workers, " in shown or "1 worker, " in shown, shown)
+        r.require(f"{resized['workers']} worker" in shown, shown)
         top = daemon.cli("top", "--once", "--interval", "200ms").stdout
-        r.require("BALANCE" in top and "no time left" in top, top)
+        r.require("BALANCE" in top and resized["reason"] in top, top)
         view = json.loads(daemon.cli("top", "--once", "--json", "--interval", "200ms").stdout)
-        r.require(view["exports"][0]["balancing"]["resized"]["workers"] == 2, f"top: {view['exports']}")
-    r.wait_for("the workers are freed", lambda: list(pool(daemon)) == ["vm0/0"], timeout_s=60, every_s=0.2)
+        r.require(view["exports"][0]["balancing"]["resized"]["workers"] == resized["workers"], f"top: {view['exports']}")
+        daemon.cli("balance", "default", "--export", "vm0")
+    r.wait_for("the workers are freed", lambda: list(pool(daemon)) == ["vm0/0"], every_s=0.2)
     r.require(balancing(daemon)["resized"]["workers"] == 1, f"balancing: {balancing(daemon)}")
     daemon.cli("balance", "off", "--export", "vm0")
     shown = daemon.cli("config", "show").stdout
@@ -247,6 +266,7 @@ def test_workers_are_made_and_freed_as_load_needs_them(rig):
     r.require(pool(daemon) == {}, f"left: {pool(daemon)}")
 
 
+@pytest.mark.timed
 def test_a_removed_export_leaves_no_worker(rig):
     """Exports with load are removed while workers are made."""
     daemon = sized(rig, "gone")
@@ -259,6 +279,7 @@ def test_a_removed_export_leaves_no_worker(rig):
         daemon.cli("export", "add", f"type=vhost-user-blk,name=vm0,disk=d0,socket={rig.dir}/gone0.sock,queues=4,workers=auto")
 
 
+@pytest.mark.timed
 def test_a_dry_run_makes_no_worker(rig):
     daemon = sized(rig, "told", keys=",balance=dry-run")
     events = Events(daemon)
@@ -280,19 +301,28 @@ def test_workers_auto_is_refused_where_nothing_follows_load(rig):
         r.message_of(daemon.cli("export", "add", export, check=False), word)
 
 
+@pytest.mark.timed
 def test_new_workers_are_like_the_first_one_and_end_without_it(rig):
     daemon = sized(rig, "like")
     daemon.cli("worker", "set", "vm0/0", "--nice", "3", "--poll-us", "7")
     with load(daemon, 0):
-        r.wait_for("a second worker", lambda: len(pool(daemon)) > 1, every_s=0.05)
-        made = {w["name"]: w for w in daemon.status()["workers"]}
-        second = next(name for name in made if name.startswith("vm0/") and name != "vm0/0")
-        r.require((made[second]["nice"], made[second]["poll-us"]) == (3, 7), f"new: {made[second]}")
-        daemon.cli("balance", "off", "--export", "vm0")
+
+        def second_stays():
+            """The second worker, with balance off. None if it was freed before."""
+            r.wait_for("a second worker", lambda: len(pool(daemon)) > 1, every_s=0.05)
+            daemon.cli("balance", "off", "--export", "vm0")
+            made = [w for w in daemon.status()["workers"] if w["name"].startswith("vm0/") and w["name"] != "vm0/0"]
+            if not made:
+                daemon.cli("balance", "auto", "--export", "vm0")
+            return made and made[0]
+
+        made = r.wait_for("a second worker that stays", second_stays)
+        second = made["name"]
+        r.require((made["nice"], made["poll-us"]) == (3, 7), f"new: {made}")
         daemon.cli("attach", "vm0", second)
         daemon.cli("worker", "free", "vm0/0")
         daemon.cli("balance", "auto", "--export", "vm0")
-        r.wait_for("two again", lambda: len(pool(daemon)) == 2, timeout_s=60, every_s=0.2)
-    r.wait_for("one is left", lambda: list(pool(daemon)) == [second], timeout_s=60, every_s=0.2)
+        r.wait_for("two again", lambda: len(pool(daemon)) == 2, every_s=0.2)
+    r.wait_for("one is left", lambda: list(pool(daemon)) == [second], every_s=0.2)
     workers_of = {q["worker"] for q in daemon.status()["queues"] if q["export"] == "vm0"}
     r.require(workers_of == set(pool(daemon).values()), f"queues: {workers_of}")

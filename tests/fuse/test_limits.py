@@ -97,6 +97,7 @@ def test_fusectl_is_mounted_after_the_daemons_start(suite):
         r.require(not m.mounted(path), "it is still mounted")
 
 
+@pytest.mark.serial  # daemons of other users that other tests start would fail meanwhile
 @pytest.mark.transports("any")
 def test_io_uring_is_switched_off_for_users(suite):
     """kernel.io_uring_disabled=1, which is put back: root's daemon serves, another user's says what to change."""

@@ -190,10 +190,14 @@ class Moves:
             self.workers.append(self.mount.daemon.worker_new())
             return
         to = self.chance.choice(others)
-        done = self.mount.cli("attach", f"f0:{queue}", str(to), check=False)
+        # As r.Daemon.attach: requests in flight may take longer than `attach` waits by default.
+        done = self.mount.cli("attach", "--timeout", f"{r.WAIT_S - 10:g}s", f"f0:{queue}", str(to), check=False)
         if done.returncode == 0:
             self.at[queue] = to
             self.moved += 1
+        elif "has not run for a second" in done.stderr:
+            # A machine that is busy elsewhere. The queue stays where it is, and its load continues.
+            r.message_of(done, "stays on worker", code=(1,))
         else:
             self.why = done.stderr.strip()
             r.message_of(done, "f0", code=(1,))

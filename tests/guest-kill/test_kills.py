@@ -41,7 +41,7 @@ def test_ten_kills_under_fio_with_verification(rig):
     begin = time.monotonic()
     for kill in range(KILLS):
         time.sleep(chance.uniform(1.5, 3.0))
-        r.require(requests(daemon) > 0, f"no requests before kill {kill + 1}")
+        r.wait_for(f"requests before kill {kill + 1}", lambda: requests(daemon) > 0)
         daemon.child.kill()
         time.sleep(chance.uniform(0.0, 0.8))
         daemon.start()

@@ -6,7 +6,6 @@ what the page adds to it.
 
 import re
 import shlex
-import subprocess
 
 import pytest
 import rig as r
@@ -57,8 +56,7 @@ class Managed(vm.Guest):
         argv += ["-kernel", f"{folder}/vmlinuz", "-initrd", initramfs]
         argv += ["-append", "console=ttyS0 panic=-1 quiet oops=panic no_timer_check mitigations=off"]
         argv += ["-serial", f"file:{self.console}", "-serial", "stdio"]
-        self.rig = rig
-        self.child = r.Child(rig, "managed", argv, stdin=subprocess.PIPE)
+        self.start(rig, "managed", argv)
 
 
 @pytest.mark.parametrize("manager", MANAGERS)

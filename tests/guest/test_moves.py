@@ -76,6 +76,8 @@ def test_moves_under_fio_then_resize_trim_power_off(rig, layout):
     disk = guest.expect("disk")
     r.require(disk == f"{SIZE // 512} {QUEUES} d0", f"the guest sees a disk of sectors, queues, serial {disk!r}")
     guest.expect("fio-start")
+    # An emulated guest on a loaded machine takes its time to start fio.
+    r.wait_for("requests of each queue", lambda: all(q["requests"] for q in daemon.status()["queues"]), vm.BOOT_S)
 
     at = move_queues(daemon)
     r.require(guest.said("fio") is None, f"fio failed before {MOVES} moves were made: {guest.tail()}")

@@ -34,8 +34,7 @@ class Pasted(vm.Guest):
         more += ["-kernel", f"{folder}/vmlinuz", "-initrd", initramfs]
         more += ["-append", "console=ttyS0 panic=-1 quiet oops=panic no_timer_check mitigations=off"]
         more += ["-serial", f"file:{self.console}", "-serial", "stdio"]
-        self.rig = rig
-        self.child = r.Child(rig, "pasted", [*shlex.split(line), *more], stdin=subprocess.PIPE)
+        self.start(rig, "pasted", [*shlex.split(line), *more])
 
 
 def qemu_line(text):

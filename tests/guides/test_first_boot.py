@@ -34,7 +34,7 @@ def test_image_served_and_line_pasted(fresh, rig, package, image):
     fresh.boot()
     begin = time.monotonic()
     daemon = r.Child(rig, "serve", fresh.argv("sh", "-c", "cd; exec vshunt serve disk.img"))
-    line = r.wait_for("the line for QEMU", lambda: re.search(r"^QEMU:\n((?:.*\\\n)+.*\n)", daemon.output(), re.MULTILINE))[1].strip()
+    line = r.wait_for("the line for QEMU", lambda: re.search(r"^QEMU:\n((?:.*\\\n)+.*[^\\\n]\n)", daemon.output(), re.MULTILINE))[1].strip()
     step("vshunt serve disk.img", begin)
     begin = time.monotonic()
     console = Console(rig, fresh.argv("sh", "-euc", f"{line} -nographic"), "the line for QEMU")

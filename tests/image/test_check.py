@@ -11,6 +11,7 @@ VSHUNT_SEED sets the seed of the generator.
 
 import json
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import rig as r
 from images import HANG_S, commands_of, options_of, text_of, with_base
@@ -102,22 +103,26 @@ def test_a_chain_is_described(both):
 
 def test_an_image_in_use_is_refused(both):
     """An image that QEMU has open for writing."""
-    both.theirs("create", "-q", "-f", "qcow2", "used", "1M")
-    child = r.Child(
-        both.rig, "qemu-io", [both.qemu_io, "-f", "qcow2", "-c", "write 0 64k", "-c", "sleep 60000", both.dir / "used"]
-    )
-    r.wait_for("qemu-io has it", lambda: "wrote" in child.output() or both.ours("info", "used", check=False).returncode)
-    for command in (["info"], ["check", "-r", "all"], ["create", "-f", "qcow2"]):
-        more = ["1M"] if command[0] == "create" else []
-        done = both.ours(*command, "used", *more, check=False)
-        r.message_of(done, "in use", "used")
-        waits, refused = done.stderr.splitlines()
+    commands = (["info", "used0"], ["check", "-r", "all", "used1"], ["create", "-f", "qcow2", "used2", "1M"])
+    users = []
+    for n in range(len(commands)):
+        both.theirs("create", "-q", "-f", "qcow2", f"used{n}", "1M")
+        argv = [both.qemu_io, "-f", "qcow2", "-c", "write 0 64k", "-c", "sleep 60000", both.dir / f"used{n}"]
+        users.append(r.Child(both.rig, f"qemu-io{n}", argv))
+    for n in range(len(commands)):
+        both.wait_for_lock(f"used{n}")
+    # Each waits for the lock for some seconds.
+    with ThreadPoolExecutor(len(commands)) as side_by_side:
+        refused = list(side_by_side.map(lambda command: both.ours(*command, check=False), commands))
+    for n, (command, done) in enumerate(zip(commands, refused)):
+        r.message_of(done, "in use", f"used{n}")
+        waits, ends = done.stderr.splitlines()
         r.require("waiting up to 5 s" in waits, f"{command} is silent while it waits: {waits}")
-        r.require("(qemu-io, pid " in waits and "(qemu-io, pid " in refused, f"the user of the image is not named: {done.stderr}")
+        r.require("(qemu-io, pid " in waits and "(qemu-io, pid " in ends, f"the user of the image is not named: {done.stderr}")
         r.require(not done.stdout, f"{command} prints before it is refused: {done.stdout}")
-    both.ours("info", "-U", "used")
-    child.kill()
-    r.require(both.same_check("used") in (0, 3), "corrupt")
+        both.ours("info", "-U", f"used{n}")
+        users[n].kill()
+        r.require(both.same_check(f"used{n}") in (0, 3), "corrupt")
 
 
 def test_damage_that_no_check_repairs_has_another_remedy(both):

@@ -7,6 +7,7 @@ backing files, or corrupt.
 import json
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import rig as r
@@ -172,8 +173,11 @@ class TestExamine:
         argv = [both.qemu_io, "-f", "qcow2", "-c", "read 0 64k", "-c", "sleep 600000", both.dir / "busy"]
         child = r.Child(self.rig, "busy", argv)
         both.wait_for_lock("busy")
-        for command in EXAMINE:
-            r.message_of(both.ours(*on(command, "busy"), check=False), "in use", "busy", "-U")
+        # Each waits for the lock for some seconds.
+        with ThreadPoolExecutor(len(EXAMINE)) as side_by_side:
+            refused = list(side_by_side.map(lambda command: both.ours(*on(command, "busy"), check=False), EXAMINE))
+        for command, done in zip(EXAMINE, refused):
+            r.message_of(done, "in use", "busy", "-U")
             both.ours(*on(command, "busy"), "-U")
         child.kill()
 

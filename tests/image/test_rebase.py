@@ -7,6 +7,7 @@ import json
 import os
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import rig as r
@@ -144,8 +145,12 @@ class TestRebase:
         argv = [both.qemu_io, "-f", "qcow2", "-c", "read 0 64k", "-c", "sleep 600000", both.dir / "busy"]
         child = r.Child(self.rig, "busy", argv)
         both.wait_for_lock("busy")
-        for command in (["rebase", "-u", "-b", "", "busy"], ["amend", "-o", "lazy_refcounts=on", "busy"], ["dd", "if=busy", "of=x"]):
-            r.message_of(both.ours(*command, check=False), "in use", "busy")
+        commands = (["rebase", "-u", "-b", "", "busy"], ["amend", "-o", "lazy_refcounts=on", "busy"], ["dd", "if=busy", "of=x"])
+        # Each waits for the lock for some seconds.
+        with ThreadPoolExecutor(len(commands)) as side_by_side:
+            refused = list(side_by_side.map(lambda command: both.ours(*command, check=False), commands))
+        for done in refused:
+            r.message_of(done, "in use", "busy")
         r.require(not (both.dir / "x").exists(), "a file is left behind")
         both.ours("dd", "-U", "if=busy", "of=x")
         child.kill()

@@ -92,9 +92,9 @@ def test_a_vm_in_the_vm_begins(nested):
 
 
 @pytest.mark.parametrize("name", VMS)
-def test_vm(rig, base, record, name):
-    job, seconds = VMS[name]
-    k.Vm(rig, base, name, job, memory_mib=1024).finish(seconds, record)
+def test_vm(rig, base, record, name, pytestconfig):
+    (job, seconds), kills = VMS[name], pytestconfig.getoption("--kills") or 4
+    k.Vm(rig, base, name, kernel_relay.of_kills(job, kills), memory_mib=1024).finish(seconds, record)
 
 
 def test_the_tests_of_the_device(rig, make_base, record):

@@ -272,8 +272,8 @@ def busy(suite, name, kind, **more):
 
 
 def ended(mount, name, *words):
-    """The job failed, and says so."""
-    r.message_of(mount.cli("job", "wait", name, check=False), f"job {name} failed", *words, code=(1,))
+    """The job failed, and says so. On a slow disk it takes a while to get as far as that."""
+    r.message_of(mount.cli("job", "wait", name, check=False, timeout_s=300), f"job {name} failed", *words, code=(1,))
     shown = job(mount.daemon, name)
     r.require(shown["status"] == "concluded" and shown["error"] and not shown["cancelled"], f"it is shown as {shown}")
     r.require("failed" in mount.cli("job", "list").stdout, "`job list` does not show that it failed")

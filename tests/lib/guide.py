@@ -14,6 +14,7 @@ Each fenced block of a page has a comment in front of it, which the book does no
 comment is an error, so that a test forgets none.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -103,7 +104,9 @@ class Player:
         finally:
             for child in reversed(self.root.rig.children[before:]):
                 for pid in descendants(child.pid):
-                    os.kill(pid, signal.SIGKILL)
+                    # It may have ended with the one before.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
                 # nsenter has to reap its child: a zombie of another parent would keep the root from
                 # ending.
                 child.wait()

@@ -47,13 +47,20 @@ LABEL linux
 
 
 # In front of QEMU, for machines without KVM: QEMU 7.2 emulates cmpxchg16b wrongly there, and
-# crashes when the vectors of a vhost-user NIC are unmasked. The pages say so.
+# crashes when the vectors of a vhost-user NIC are unmasked. The pages say so. With a thread for
+# each CPU it also crashes at times when one of them writes to a device while another maps one
+# (stale section in memory_region_dispatch_write).
 QEMU = r"""#!/bin/bash
 shopt -s extglob
 case " $* " in *" -machine none"* | *" -M none"*) probe=yes ;; *) probe= ;; esac
 if [ ! -w /dev/kvm ] && [ -z "$probe" ]; then
     set -- "${@//vectors=+([0-9])/vectors=0}" -cpu qemu64,-cx16
     set -- "${@//\"vectors\":+([0-9])/\"vectors\":0}"
+    for argument; do
+        if [ "$argument" = tcg ]; then argument=tcg,thread=single; fi
+        shift
+        set -- "$@" "$argument"
+    done
 fi
 exec /usr/bin/qemu-system-x86_64.real "$@"
 """

@@ -3,6 +3,7 @@
 For tests/kernel-relay.
 """
 
+import contextlib
 import os
 import subprocess
 import tempfile
@@ -134,10 +135,16 @@ def start(rig, make_base, folder, modules):
     base = make_base(inner_entries(folder, modules))
     # Not in the rig's folder: the path of a socket is short.
     socket = f"{tempfile.mkdtemp(dir=rig.dir)}/fs"
-    r.Child(rig, "virtiofsd", [*virtiofsd(), f"--socket-path={socket}"])
-    r.wait_for("virtiofsd listens", lambda: os.path.exists(socket))
+
+    def share():
+        """virtiofsd ends with the VM that it served. A VM that starts again needs another one."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(socket)
+        r.Child(rig, "virtiofsd", [*virtiofsd(), f"--socket-path={socket}"])
+        r.wait_for("virtiofsd listens", lambda: os.path.exists(socket))
+
     memory = 1536
     job = JOB.replace("@QEMU@", str(qemu)).replace("@SECONDS@", str(SECONDS))
     more = ["-object", f"memory-backend-memfd,id=memory,size={memory}M,share=on", "-numa", "node,memdev=memory"]
     more += ["-chardev", f"socket,id=fs,path={socket}", "-device", "vhost-user-fs-pci,chardev=fs,tag=host"]
-    return k.Vm(rig, base, "nested", job, memory_mib=memory, more=more, checks=False)
+    return k.Vm(rig, base, "nested", job, memory_mib=memory, more=more, checks=False, before_start=share)

@@ -258,10 +258,10 @@ class Vm:
 
     counting: its clock is the number of instructions executed, one for each nanosecond, and nothing
     looks for faults. So CPU time is a number of instructions (with one vCPU). checks: with the
-    kernel's checks of allocations."""
+    kernel's checks of allocations. before_start: is called before each start of QEMU."""
 
-    def __init__(self, rig, base, name, job, memory_mib=768, vcpus=2, more=(), counting=False, checks=True):
-        self.rig, self.name = rig, name
+    def __init__(self, rig, base, name, job, memory_mib=768, vcpus=2, more=(), counting=False, checks=True, before_start=lambda: None):
+        self.rig, self.name, self.before_start = rig, name, before_start
         self.console = rig.dir / f"{name}.console"
         initramfs = rig.dir / f"{name}.initramfs"
         initramfs.write_bytes(base.initramfs.read_bytes() + vm.archive("job", job.encode()))
@@ -281,6 +281,7 @@ class Vm:
     def start(self, accel, more=()):
         program, _ = vm.qemu()
         argv = [program, "-nodefaults", "-display", "none", "-no-reboot", "-no-user-config", "-accel", accel, *more]
+        self.before_start()
         self.child = r.Child(self.rig, self.name, [*argv, *self.argv])
         self.before = self.seen.copy()
         self.read = 0

@@ -1,8 +1,10 @@
 """Daemons with a network, their counters, and the programs that play their guests. For tests in tests/net."""
 
 import os
+import re
 import subprocess
 import time
+from pathlib import Path
 
 import net_frames as f
 import net_peer as c
@@ -67,6 +69,25 @@ def rests(daemon):
         return cpu_s(daemon) - before
 
     r.wait_for("a daemon that rests", lambda: second() < 0.3)
+
+
+def asleep(daemon):
+    """Waits until the workers of a daemon sleep. They do if they waited in the kernel all the time from one look to the next."""
+
+    def look():
+        found = {}
+        for task in Path(f"/proc/{daemon.child.pid}/task").iterdir():
+            status = (task / "status").read_text()
+            if status.startswith("Name:\tworker-"):
+                found[task.name] = re.findall(r"^(?:State|\w+_ctxt_switches):\s+(\S+)", status, re.MULTILINE)
+        return found
+
+    def sleep():
+        before = look()
+        time.sleep(0.02)
+        return before and before == look() and all(state == "S" for state, *_ in before.values())
+
+    r.wait_for("the workers sleep", sleep)
 
 
 def joined(rig, name):

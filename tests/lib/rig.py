@@ -96,11 +96,22 @@ def run(argv, timeout_s=WAIT_S, check=True, **more):
         )
     except subprocess.TimeoutExpired as e:
         raise Failed(f"`{' '.join(map(str, argv))}` did not end within {timeout_s:g} s") from e
-    if check and done.returncode != 0:
+    return succeeded(argv, done) if check else done
+
+
+def succeeded(argv, done):
+    """Fails the test if a program that has ended failed."""
+    if done.returncode != 0:
         raise Failed(
             f"`{' '.join(map(str, argv))}` ended with {done.returncode}: {done.stdout[-600:]}{done.stderr[-600:]}".strip()
         )
     return done
+
+
+def whole_lines(path):
+    """The text of a file that another process may be writing, up to its last newline: the line after that may be incomplete."""
+    text = path.read_text(errors="replace")
+    return text[: text.rfind("\n") + 1]
 
 
 def receivers(pid):
@@ -154,7 +165,11 @@ class Child:
         return self.process.poll() is None
 
     def output(self):
-        """The output of the program so far."""
+        """The output of the program so far, without a last line that is not complete."""
+        return whole_lines(self.log)
+
+    def unfinished(self):
+        """The output of the program so far, which may end within a line: for prompts and messages."""
         return self.log.read_text(errors="replace")
 
     def wait(self, timeout_s=WAIT_S):
@@ -166,7 +181,7 @@ class Child:
 
     def tail(self, lines=12):
         """The end of its output, for error messages."""
-        return "\n".join(self.output().splitlines()[-lines:])
+        return "\n".join(self.unfinished().splitlines()[-lines:])
 
     def suspend(self):
         """Stops it with SIGSTOP, and waits until all its threads have stopped: one thread gets the signal, and stops the others later."""
@@ -221,7 +236,17 @@ class Daemon:
 
     def cli(self, *arguments, check=True, timeout_s=WAIT_S):
         """`vshunt -c CONTROL …`"""
-        return run([binary("vshunt"), "-c", self.control, *arguments], check=check, timeout_s=timeout_s)
+        argv = [binary("vshunt"), "-c", self.control, *arguments]
+        if not check or arguments[0] != "attach":
+            return run(argv, check=check, timeout_s=timeout_s)
+        # A busy machine may not run a worker for a second. The attach is then refused, and tried
+        # again.
+        end = time.monotonic() + WAIT_S
+        while True:
+            done = run(argv, check=False, timeout_s=timeout_s)
+            again = done.returncode != 0 and "(stalled)" in done.stderr and time.monotonic() < end
+            if not again:
+                return succeeded(argv, done)
 
     def attach(self, queues, worker):
         """Moves queues that serve a disk, which may take longer for requests in flight than `attach` waits by default."""

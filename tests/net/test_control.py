@@ -65,8 +65,12 @@ def test_pairs_come_and_go_under_traffic(rig, kind):
         control = daemon.control_queue()
         r.require(control["index"] == PAIRS and control["state"] == "running", f"{control}")
         workers = [daemon.worker_new() for _ in range(2)]
+        fewer, before = 0, PAIRS
         for turn in range(TURNS):
-            load.order("pairs", [4, 1, 2, 4, 3, 1, 4, 2][turn % 8])
+            pairs = [4, 1, 2, 4, 3, 1, 4, 2][turn % 8]
+            fewer += pairs < before
+            before = pairs
+            load.order("pairs", pairs)
             # While the command may be under way.
             daemon.cli("attach", f"c0:{chance.choice([PAIRS, chance.randrange(PAIRS)])}", chance.choice(workers))
             load.order("offloads", chance.choice([0, c.GUEST_CSUM]))
@@ -78,7 +82,8 @@ def test_pairs_come_and_go_under_traffic(rig, kind):
         uncounted = to[1] - sum(drops.values())
         rig.say(f"{kind}: {control['requests']} commands, {to[0]} frames to the guest, {to[1]} lost; counted: {drops}")
         r.require(back[1] == 0, f"{back[1]} of {back[0]} frames from the guest are lost")
-        r.require(0 <= uncounted <= t.WINDOW, f"{to[1]} of {to[0]} frames to the guest are lost, and {drops} counted")
+        # The kernel throws away what comes between our last look into a queue and its detaching.
+        r.require(0 <= uncounted <= fewer * t.WINDOW, f"{to[1]} of {to[0]} frames to the guest are lost, and {drops} counted")
         r.require(control["requests"] == 2 * TURNS + 1 and control["errors"] == 0, f"{control}")
         daemon.end()
 

@@ -63,7 +63,7 @@ class Hostile:
                 said = self.daemon.child.output()[seen:]
                 return all(word in said for word in words)
 
-            r.wait_for(f"the log says {words}", told, timeout_s=20)
+            r.wait_for(f"the log says {words}", told)
             states = {index: q["state"] for index, q in self.daemon.queues().items()}
             r.require(states == {0: "broken", 1: "running"}, f"{states}")
             self.passes(nic, host, 1)

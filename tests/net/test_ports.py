@@ -224,6 +224,7 @@ def later(nic, data):
     return at
 
 
+@pytest.mark.timed  # a frame waits for 10 to 20 ms, and is changed within that time
 def test_a_frame_that_is_changed_while_it_waits(rig):
     """The frame that was checked is the one that comes."""
     with Net(rig, "changed", f"mac={text(A)},vlan=5", "trunk=5,,6", f"mac={text(B)}", "") as net:

@@ -5,7 +5,6 @@ guests with few buffers or none, and requests of a front end.
 """
 
 import struct
-import time
 from pathlib import Path
 
 import net_frames as f
@@ -142,7 +141,7 @@ def test_a_transmit_ring_that_is_switched_off_keeps_nothing(two):
         b.fill(4, 2048)
         two.passes(a, b, 9)
         # Shown without a kick, to a worker that sleeps.
-        time.sleep(0.3)
+        n.asleep(two)
         ring = a.rings[1]
         data = bytes(c.HEADER) + f.frame(10, 600, B_MAC, A_MAC)
         at = ring.room(len(data))

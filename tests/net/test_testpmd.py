@@ -48,10 +48,10 @@ class Testpmd:
 
         def said():
             r.require(self.child.running(), f"testpmd ended with {self.child.process.returncode}: {self.child.tail()}")
-            return words in self.child.output()[self.seen :]
+            return words in self.child.unfinished()[self.seen :]
 
         r.wait_for(f"testpmd says {words!r}", said)
-        text = self.child.output()[self.seen :]
+        text = self.child.unfinished()[self.seen :]
         self.seen += len(text)
         return text
 

@@ -105,6 +105,7 @@ class Joined:
             "s.bind(('',5078));print('listening',flush=True);s.settimeout(60)\n"
             "for n in range(40*30):\n"
             "  d=s.recv(65536);assert d==bytes([n%251])*1000,(n,len(d),d[:4])\n"
+            "  if n%40==39:print('got',flush=True)\n"
             "print('whole',flush=True)\n"
         )
         far = r.Child(self.rig, "segments", [*self.inside(), sys.executable, "-c", script])
@@ -114,7 +115,8 @@ class Joined:
             sock.setsockopt(17, 103, 1000)
             for k in range(30):
                 sock.sendto(b"".join(bytes([(k * 40 + i) % 251]) * 1000 for i in range(40)), (RIGHT, 5078))
-                time.sleep(0.002)
+                # A queue that overflows would lose some.
+                r.wait_for("the datagrams arrive", lambda: far.output().count("got") > k or not far.running(), every_s=0.002)
         r.require(far.wait() == 0, far.tail())
 
     def end(self):
@@ -237,7 +239,7 @@ def test_an_interface_that_is_removed_under_traffic(rig):
 
                 sender = threading.Thread(target=blast)
                 sender.start()
-                time.sleep(0.2)
+                r.wait_for("frames for the guest", nic.rings[0].has_used)
                 n.ip("link", "del", "vs0")
                 while nic.take(0, 0.2):
                     nic.fill(1, 2048)

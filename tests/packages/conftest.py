@@ -21,6 +21,8 @@ def build(script, folder, **more):
         env |= {**QUICK, "OUT": str(folder / script)}
     else:
         env |= {"VSHUNT_BIN": os.path.dirname(r.binary("vshunt")), "CARGO_TARGET_DIR": str(folder)}
+        # Most of the time would go into compressing.
+        env["DPKG_DEB_COMPRESSOR_LEVEL"] = "1"
     r.run([r.ROOT / "scripts" / script], timeout_s=BUILD_S, env=env)
     return Path(folder) / script
 

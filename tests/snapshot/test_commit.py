@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 
 import pytest
 import rig as r
@@ -12,7 +11,7 @@ from snapshot_model import Disk, Writer, bench, checked, flat, image, point_in_t
 
 
 @pytest.mark.parametrize("form", ("raw", "qcow2"))
-def test_committed_under_load_mounted(rig, mounts, form):
+def test_committed_under_load_mounted(rig, mounts, written, form):
     """An overlay is committed under load. The image below then has all writes and becomes the disk's
     image, and the old overlay is refused."""
     base = image(rig, f"commit-{form}", form)
@@ -20,9 +19,9 @@ def test_committed_under_load_mounted(rig, mounts, form):
     writers = [Writer(disk.file, lane, 2) for lane in range(2)]
     overlay = rig.dir / f"commit-{form}-over.qcow2"
     for turn in range(2):
-        time.sleep(0.3)
+        written(writers)
         disk.snapshot(overlay)
-        time.sleep(0.5)
+        written(writers)
         if turn == 0:
             disk.cli("commit", "d0", "--wait", timeout_s=120)
         else:
@@ -30,7 +29,7 @@ def test_committed_under_load_mounted(rig, mounts, form):
             disk.cli("qmp", "block-commit", json.dumps({"device": "d0", "job-id": "c1", "speed": 0}))
             r.wait_for("the commit is over", lambda: "c1" not in disk.cli("job", "list").stdout, 120)
         r.require(disk.shown() == (form, str(base)), f"listed as {disk.shown()}")
-        time.sleep(0.2)
+        written(writers, 50)
         done = disk.cli("disk", "add", f"name=old{turn},format=qcow2,file={overlay}", check=False)
         if "user.vshunt" in str(os.listxattr(overlay)):
             r.message_of(done, "committed", overlay.name, base.name)
@@ -45,24 +44,25 @@ def test_committed_under_load_mounted(rig, mounts, form):
     again.quit()
 
 
-def test_committed_under_load_by_socket(rig):
+def test_committed_under_load_by_socket(rig, served):
     """Under verified load with discards and zeroes. The job's queue and the disk's queues move."""
     base = image(rig, "csock", "qcow2", 64)
     disk = Disk(rig, base, "qcow2", name="csock", fuse=False, socket=True)
     load = bench(rig, disk, "csock-bench", "--range", "48M")
     turns = 0
     for n in range(2):
-        time.sleep(0.5)
+        served(disk)
         overlay = rig.dir / f"csock-{n}.qcow2"
         disk.snapshot(overlay)
-        time.sleep(0.5)
-        job = disk.cli("commit", "d0", "--speed", "40M").stdout.strip()
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
+        served(disk)
+        # At first so slow that it lasts for all moves, then fast while some more are made.
+        job = disk.cli("commit", "d0", "--speed", "256K").stdout.strip()
+        for turn in range(20):
             disk.daemon.attach(f"e0:{turns % 2}", (turns // 2) % 2)
-            disk.cli("attach", f"{job}:0", str(turns % 2), check=False)
+            disk.cli("attach", "--timeout", f"{r.WAIT_S - 10:g}s", f"{job}:0", str(turns % 2), check=turn <= 10)
             turns += 1
-        disk.cli("job", "speed", job, "max")
+            if turn == 10:
+                disk.cli("job", "speed", job, "max")
         disk.cli("job", "wait", job, timeout_s=120)
         r.require(disk.shown() == ("qcow2", str(base)), f"listed as {disk.shown()}")
     r.require(load.interrupt() == 0, f"the load failed: {load.tail()}")
@@ -99,16 +99,21 @@ def test_a_commit_without_space(rig, mounts):
         subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-def test_a_commit_that_is_cancelled_or_killed(rig, mounts):
+def copying(disk, job):
+    """Wait until a commit has copied something."""
+    r.wait_for(f"{job} copies", lambda: any(j["current-progress"] for j in disk.daemon.status()["jobs"] if j["id"] == job))
+
+
+def test_a_commit_that_is_cancelled_or_killed(rig, mounts, written):
     """After a cancelled, killed or refused commit the disk is in its overlay, with all writes."""
     base = image(rig, "cends", "qcow2")
     disk = Disk(rig, base, "qcow2", name="cends")
     r.message_of(disk.cli("commit", "d0", check=False), "has no backing image", base.name)
     writer = Writer(disk.file)
-    time.sleep(0.5)
+    written([writer])
     overlay = rig.dir / "cends-over.qcow2"
     disk.snapshot(overlay)
-    time.sleep(0.5)
+    written([writer])
     # Another reader of the image below would see it change.
     reader = r.Daemon(rig, "--disk", f"name=ro,format=qcow2,file={base},readonly=on", name="cends-reader")
     r.message_of(disk.cli("commit", "d0", check=False), base.name, "in use")
@@ -120,11 +125,11 @@ def test_a_commit_that_is_cancelled_or_killed(rig, mounts):
     r.require(second.child.stop() == 0, second.child.tail())
     r.message_of(disk.cli("snapshot", "d0", "--to", rig.dir / "no.qcow2", check=False), job)
     r.message_of(disk.cli("resize", "d0", "64M", check=False), job)
-    time.sleep(0.5)
+    copying(disk, job)
     disk.cli("job", "cancel", job)
     r.require(disk.shown() == ("qcow2", str(overlay)), f"listed as {disk.shown()}")
     job = disk.cli("commit", "d0", "--speed", "1M").stdout.strip()
-    time.sleep(0.5)
+    copying(disk, job)
     writer.stop()
     disk.kill()
     again = Disk(rig, overlay, "qcow2", name="cends-again")

@@ -11,20 +11,20 @@ from snapshot_model import MIB, Disk, Writer, bench, checked, digest, flat, imag
 
 
 @pytest.mark.parametrize("form", ("raw", "qcow2"))
-def test_a_chain_of_three_under_load_mounted(rig, mounts, form):
+def test_a_chain_of_three_under_load_mounted(rig, mounts, written, form):
     """Chains of three under load through a mount: each layer is one point in time, in order."""
     base = image(rig, f"load-{form}", form)
     disk = Disk(rig, base, form, name=f"load-{form}")
     writers = [Writer(disk.file, lane, 2) for lane in range(2)]
     chain, least = [base], []
     for n in range(3):
-        time.sleep(0.4)
+        written(writers)
         least.append([w.done() for w in writers])
         to = rig.dir / f"load-{form}-{n}.qcow2"
         disk.snapshot(to)
         chain.append(to)
         r.require(disk.shown() == ("qcow2", str(to)), f"listed as {disk.shown()}")
-    time.sleep(0.4)
+    written(writers)
     for writer in writers:
         writer.stop()
     disk.quit()
@@ -47,7 +47,7 @@ def test_a_chain_of_three_under_load_mounted(rig, mounts, form):
 
 
 @pytest.mark.parametrize("form", ("raw", "qcow2"))
-def test_a_chain_of_three_under_load_by_socket(rig, mounts, form):
+def test_a_chain_of_three_under_load_by_socket(rig, mounts, served, form):
     """Under verified load over a socket, with a reader's mount beside it, while queues move. The
     images below do not change."""
     base = image(rig, f"sock-{form}", form, 64)
@@ -55,10 +55,10 @@ def test_a_chain_of_three_under_load_by_socket(rig, mounts, form):
     load = bench(rig, disk, f"bench-{form}")
     below, path, turns = [], base, 0
     for n in range(3):
-        end = time.monotonic() + 0.4
-        while time.monotonic() < end:
+        for _ in range(8):
             disk.daemon.attach(f"e0:{turns % 2}", (turns // 2) % 2)
             turns += 1
+        served(disk)
         to = rig.dir / f"sock-{form}-{n}.qcow2"
         disk.snapshot(to)
         below.append((path, digest(path)))
@@ -71,19 +71,19 @@ def test_a_chain_of_three_under_load_by_socket(rig, mounts, form):
         checked(lower)
 
 
-def test_internal_snapshots_under_load(rig, mounts):
+def test_internal_snapshots_under_load(rig, mounts, written):
     """Internal snapshots under load are points in time; one is applied, one deleted."""
     path = image(rig, "internal", "qcow2")
     disk = Disk(rig, path, "qcow2", name="internal")
     writers, least = [Writer(disk.file, lane, 2) for lane in range(2)], []
     for n in range(3):
-        time.sleep(0.3)
+        written(writers)
         least.append([w.done() for w in writers])
         disk.cli("snapshot", "d0", "--internal", f"s{n}")
     r.message_of(disk.cli("snapshot", "d0", "--internal", "s1", check=False), "already", "s1")
     disk.cli("snapshot", "d0", "--delete", "s1")
     r.message_of(disk.cli("snapshot", "d0", "--delete", "s1", check=False), "no snapshot", "s1")
-    time.sleep(0.3)
+    written(writers)
     for writer in writers:
         writer.stop()
     disk.quit()

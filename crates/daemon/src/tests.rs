@@ -292,12 +292,12 @@ fn an_image_that_another_disk_has_is_refused_at_once() {
     };
     rig.daemon.disk_add(disk("one", "i", false)).unwrap();
     let start = Instant::now();
-    for readonly in [false, true] {
-        let e = rig.daemon.disk_add(disk("two", "j", readonly)).unwrap_err();
+    for round in 0..24 {
+        let e = rig.daemon.disk_add(disk("two", "j", round % 2 == 1)).unwrap_err();
         assert!(e.kind() == Kind::Busy && e.to_string().contains("image of disk one of this daemon"), "{e}");
     }
     // Each would be waited for five seconds.
-    assert!(start.elapsed() < Duration::from_secs(8), "somebody is waited for");
+    assert!(start.elapsed() < PATIENCE, "somebody is waited for");
     rig.daemon.disk_add(DiskSpec { locking: false, ..disk("two", "i", false) }).unwrap();
     rig.daemon.disk_remove("one").unwrap();
     rig.daemon.disk_add(disk("one", "i", true)).unwrap();
@@ -321,7 +321,8 @@ fn an_exports_own_workers_go_with_it() {
     rig.daemon.export_add(ExportSpec { readonly: true, ..rig.spec("other") }).unwrap();
     let ids: Vec<_> = rig.daemon.workers().iter().map(|w| w.id).collect();
     assert_eq!(ids, [0, 1, 2]);
-    rig.daemon.queue_attach("other", 1, 2, PATIENCE).unwrap();
+    // A busy machine may not run a worker for a second; the attach is then refused.
+    wait_for("the attach", || rig.daemon.queue_attach("other", 1, 2, PATIENCE).is_ok());
     rig.daemon.export_remove("e", false).unwrap();
     let ids: Vec<_> = rig.daemon.workers().iter().map(|w| w.id).collect();
     assert_eq!(ids, [0, 2], "2 has a queue of another export");

@@ -30,6 +30,8 @@ struct TestRing {
     taken: AtomicU32,
     /// Whether the queue has left a worker.
     left: AtomicBool,
+    /// Requests of a queue made by [`TestQueue::held`] complete when this is written to.
+    gate: OwnedFd,
 }
 
 impl TestRing {
@@ -41,7 +43,22 @@ impl TestRing {
             kick_at: AtomicU32::new(1),
             taken: AtomicU32::new(0),
             left: AtomicBool::new(false),
+            gate: eventfd(0, EventfdFlags::CLOEXEC).unwrap(),
         })
+    }
+
+    /// Completes the held requests, and those that come later.
+    fn release(&self) {
+        rustix::io::write(&self.gate, &1u64.to_ne_bytes()).unwrap();
+    }
+
+    /// Waits until the queue has taken `n` requests.
+    fn wait_taken(&self, n: u32) {
+        let limit = std::time::Instant::now() + FAR;
+        while self.taken.load(Ordering::Relaxed) < n {
+            assert!(std::time::Instant::now() < limit, "a request is not taken");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     fn offer(&self, n: u32) {
@@ -63,6 +80,20 @@ impl TestRing {
     }
 }
 
+/// Limit for waits that end by themselves, and for calls that return in spite of a stalled worker.
+/// It is far above the limits of those calls, for a busy machine.
+const FAR: Duration = Duration::from_secs(60);
+
+/// Attaches a queue to a worker that runs. A busy machine may not run the worker for a second; the
+/// attach is then refused, and tried again.
+fn attach(set: &QueueSet, index: u16, worker: WorkerId) {
+    let limit = std::time::Instant::now() + FAR;
+    while let Err(e) = set.attach(index, worker, FAR) {
+        let waits = e.to_string().contains("(stalled)") && std::time::Instant::now() < limit;
+        assert!(waits, "{e}");
+    }
+}
+
 #[derive(PartialEq, Clone, Copy)]
 enum PollState {
     Off,
@@ -79,17 +110,25 @@ struct TestQueue {
     free: Vec<u16>,
     listen: PollState,
     staged: Vec<u32>,
-    hold: Duration,
+    /// Whether requests are held until [`TestRing::release`].
+    held: bool,
     /// Whether all requests complete at once.
     inline: bool,
 }
 
 impl TestQueue {
-    fn boxed(ring: &Arc<TestRing>, hold: Duration) -> Box<dyn Queue> {
-        Box::new(Self::new(ring, hold))
+    fn boxed(ring: &Arc<TestRing>) -> Box<dyn Queue> {
+        Box::new(Self::new(ring))
     }
 
-    fn new(ring: &Arc<TestRing>, hold: Duration) -> Self {
+    /// A queue whose requests complete after [`TestRing::release`] only.
+    fn held(ring: &Arc<TestRing>) -> Box<dyn Queue> {
+        let mut queue = Self::new(ring);
+        queue.held = true;
+        Box::new(queue)
+    }
+
+    fn new(ring: &Arc<TestRing>) -> Self {
         Self {
             ring: ring.clone(),
             slots: vec![0; SLOTS.into()],
@@ -97,7 +136,7 @@ impl TestQueue {
             free: (0..SLOTS).collect(),
             listen: PollState::Off,
             staged: Vec::new(),
-            hold,
+            held: false,
             inline: false,
         }
     }
@@ -120,14 +159,17 @@ impl Queue for TestQueue {
         while n < budget && !self.free.is_empty() && self.has_work() {
             let request = self.ring.taken.fetch_add(1, Ordering::Relaxed);
             n += 1;
-            if self.inline || (request.is_multiple_of(3) && self.hold.is_zero()) {
+            if self.inline || (request.is_multiple_of(3) && !self.held) {
                 self.staged.push(request);
                 continue;
             }
             let slot = self.free.pop().unwrap();
             self.slots[slot as usize] = request;
-            let time =
-                if self.hold.is_zero() { Duration::from_micros(u64::from(request % 128)) } else { self.hold };
+            if self.held {
+                uring.poll(self.ring.gate.as_raw_fd(), base.with(slot, OP_WORK));
+                continue;
+            }
+            let time = Duration::from_micros(u64::from(request % 128));
             self.times[slot as usize] = types::Timespec::from(time);
             let entry = opcode::Timeout::new(&self.times[slot as usize]).build();
             // SAFETY: the timespec is in a boxed slice that lives as long as the queue, and the
@@ -217,7 +259,7 @@ fn program(seed: u64, poll_us: u32) {
     let set = QueueSet::new("t", &workers, &[0; QUEUES as usize]).unwrap();
     let rings: Vec<_> = (0..QUEUES).map(|_| TestRing::new(REQUESTS as usize)).collect();
     for (i, ring) in rings.iter().enumerate() {
-        set.start(i as u16, TestQueue::boxed(ring, Duration::ZERO));
+        set.start(i as u16, TestQueue::boxed(ring));
     }
     let mut random = fastrand::Rng::with_seed(seed);
     let mut ids = vec![0];
@@ -232,7 +274,7 @@ fn program(seed: u64, poll_us: u32) {
             }
             7 | 8 => {
                 let to = ids[random.u64(..ids.len() as u64) as usize];
-                set.attach(q as u16, to, Duration::from_secs(60)).unwrap();
+                attach(&set, q as u16, to);
                 assert_eq!(set.placement(q as u16).0, to);
             }
             9 if ids.len() < 5 => ids.push(workers.create(None, &Settings::default()).unwrap()),
@@ -278,17 +320,16 @@ fn step_2_out_of_time_leaves_the_queue_where_it_was() {
     let set = QueueSet::new("t", &workers, &[0]).unwrap();
     let ring = TestRing::new(4);
     // The requests take longer than the attach waits.
-    set.start(0, TestQueue::boxed(&ring, Duration::from_secs(3)));
+    set.start(0, TestQueue::held(&ring));
     ring.offer(2);
-    while ring.taken.load(Ordering::Relaxed) < 2 {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    ring.wait_taken(2);
     let error = set.attach(0, other, Duration::from_millis(20)).unwrap_err();
     assert_eq!(error.kind(), Kind::Busy);
     assert_eq!(set.placement(0), (0, 1));
     ring.offer(2);
+    ring.release();
     ring.wait_done();
-    set.attach(0, other, Duration::from_secs(60)).unwrap();
+    attach(&set, 0, other);
     assert_eq!(set.placement(0), (other, 2));
     drop(set.stop(0));
 }
@@ -299,12 +340,12 @@ fn a_kick_between_release_and_attach_is_not_lost() {
     let ids: Vec<_> = (0..2).map(|_| workers.create(None, &Settings::default()).unwrap()).collect();
     let set = Arc::new(QueueSet::new("t", &workers, &[0]).unwrap());
     let ring = TestRing::new(2000);
-    set.start(0, TestQueue::boxed(&ring, Duration::ZERO));
+    set.start(0, TestQueue::boxed(&ring));
     let mover = {
         let set = set.clone();
         std::thread::spawn(move || {
             for i in 0..400 {
-                set.attach(0, ids[i % 2], Duration::from_secs(60)).unwrap();
+                attach(&set, 0, ids[i % 2]);
             }
         })
     };
@@ -327,7 +368,7 @@ fn coalescing_leaves_no_request_waiting() {
     let set = QueueSet::new("t", &workers, &[0; 4]).unwrap();
     let rings: Vec<_> = (0..4).map(|_| TestRing::new(REQUESTS as usize)).collect();
     for (i, ring) in rings.iter().enumerate() {
-        let mut queue = TestQueue::new(ring, Duration::ZERO);
+        let mut queue = TestQueue::new(ring);
         queue.inline = true;
         set.start(i as u16, Box::new(queue));
     }
@@ -359,7 +400,7 @@ fn functions_run_on_the_worker() {
     let workers = pool(0);
     let set = QueueSet::new("t", &workers, &[0]).unwrap();
     assert!(!set.run_on(0, |_| unreachable!()).unwrap());
-    set.start(0, TestQueue::boxed(&TestRing::new(0), Duration::ZERO));
+    set.start(0, TestQueue::boxed(&TestRing::new(0)));
     let tid = workers.states()[0].tid;
     let (send, receive) = std::sync::mpsc::channel();
     assert!(
@@ -421,7 +462,7 @@ fn settings_are_checked_and_shown() {
 fn an_idle_worker_sleeps() {
     let workers = pool(POLL_US_MAX);
     let set = QueueSet::new("t", &workers, &[0]).unwrap();
-    set.start(0, TestQueue::boxed(&TestRing::new(0), Duration::ZERO));
+    set.start(0, TestQueue::boxed(&TestRing::new(0)));
     // The worker sleeps after some polling.
     let sleeps = || workers.states()[0].sleeps;
     let idle = (0..100).any(|_| {
@@ -531,7 +572,7 @@ fn what_a_queue_left_is_forwarded_by_its_former_workers_which_end_then() {
         .map(|name| workers.create(Some(name.to_owned()), &Settings::default()).unwrap())
         .into();
     for &worker in former.iter().chain(&[0]) {
-        set.attach(0, worker, Duration::from_secs(60)).unwrap();
+        attach(&set, 0, worker);
     }
     // The workers are freed at once. Their threads stay because of the operations that are left on
     // their rings.

@@ -208,8 +208,11 @@ fn interop(packed: bool) {
             while !over.load(Ordering::Relaxed) {
                 let n = moves.load(Ordering::Relaxed);
                 let (queue, to) = (n % QUEUES as u32, n / 2 % 3);
-                daemon.queue_attach("e", queue as u16, to, Duration::from_secs(60)).unwrap();
-                moves.fetch_add(1, Ordering::Relaxed);
+                match daemon.queue_attach("e", queue as u16, to, Duration::from_secs(60)) {
+                    Ok(()) => drop(moves.fetch_add(1, Ordering::Relaxed)),
+                    // A busy machine may not run a worker for a second.
+                    Err(e) => assert!(e.to_string().contains("(stalled)"), "{e}"),
+                }
             }
         })
     };

@@ -1,7 +1,7 @@
 //! The probes of docs/guide/tracing.md: the program has those of the table, and the commands work.
 
 use std::collections::BTreeSet;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -119,27 +119,33 @@ fn move_a_queue(over: &AtomicBool) {
     workers.end_all();
 }
 
-/// What a bpftrace program prints about this process within `time`.
-fn trace(program: &str, time: Duration) -> String {
-    let mut child = Command::new("bpftrace")
-        .args(["-B", "line", "-e", program])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    std::thread::sleep(time);
-    let pid = rustix::process::Pid::from_child(&child);
-    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
-    let mut text = String::new();
-    child.stdout.take().unwrap().read_to_string(&mut text).unwrap();
-    child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
-    child.wait().unwrap();
-    text
+/// bpftrace with an end: after `seconds` it is interrupted, as by Ctrl-C, and ten seconds later it
+/// is killed, because one that is interrupted while it attaches may never end.
+fn bpftrace(program: &str, seconds: u64) -> Command {
+    let mut command = Command::new("timeout");
+    command.args(["--foreground", "--signal=INT", "--kill-after=10", &seconds.to_string()]);
+    command.args(["bpftrace", "-B", "line", "-e", program]);
+    command
+}
+
+/// What a bpftrace program prints about this process within `seconds`.
+fn trace(program: &str, seconds: u64) -> String {
+    let output = bpftrace(program, seconds).stdin(Stdio::null()).output().unwrap();
+    String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+}
+
+/// Ends `move_a_queue`, also if the test fails: its scope waits for the thread.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
 }
 
 #[test]
 fn the_commands_of_the_page_work() {
-    if let Err(why) = output_of(Command::new("bpftrace").args(["-e", "BEGIN { exit(); }"])) {
+    if let Err(why) = output_of(&mut bpftrace("BEGIN { exit(); }", 60)) {
         return skip("the commands of docs/guide/tracing.md", &why);
     }
     let own = std::env::current_exe().unwrap();
@@ -150,19 +156,14 @@ fn the_commands_of_the_page_work() {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| move_a_queue(&over));
-        let failed = programs.iter().zip(prints).find_map(|(program, prints)| {
+        let _over = Over(&over);
+        for (program, prints) in programs.iter().zip(prints) {
             let mut last = String::new();
-            for seconds in TRIES_S {
-                last = trace(program, Duration::from_secs(seconds));
-                if prints.iter().all(|words| last.contains(words)) {
-                    return None;
-                }
-            }
-            Some(format!("{program}\nprinted without {prints:?}:\n{last}"))
-        });
-        over.store(true, Relaxed);
-        if let Some(text) = failed {
-            panic!("{text}");
+            let printed = TRIES_S.iter().any(|&seconds| {
+                last = trace(program, seconds);
+                prints.iter().all(|words| last.contains(words))
+            });
+            assert!(printed, "{program}\nprinted without {prints:?}:\n{last}");
         }
     });
 }

@@ -126,10 +126,15 @@ fn copy_fleeced(
             scope.spawn(move || guest(source, half, 11 + i as u64, stop));
         }
         set.start(0, Box::new(CopyQueue::new(copy.clone(), set.stats(0).clone())));
-        std::thread::sleep(Duration::from_millis(20));
+        let limit = Instant::now() + Duration::from_secs(60);
+        // Guests write for a while.
+        let changed =
+            || contents(source).chunks(512).zip(before.chunks(512)).filter(|(now, then)| now != then).count();
+        while changed() < 200 && Instant::now() < limit {
+            std::thread::park_timeout(Duration::from_millis(3));
+        }
         copy.paused.store(false, Relaxed);
         copy.work.notify();
-        let limit = Instant::now() + Duration::from_secs(60);
         let mut round = 0;
         while !copy.over.load(Acquire) && Instant::now() < limit {
             round += 1;

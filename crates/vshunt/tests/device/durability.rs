@@ -13,7 +13,7 @@ use vshunt_guest::driver::{DriverSeg, Options, feature, request, status};
 use vshunt_types::spec::{WorkerSpec, Workers};
 
 use super::restart::{Server, connect, image};
-use super::rig::{Backing, Client, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, Rng, header, layouts};
+use super::rig::{Backing, Client, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, Rng, attach, header, layouts};
 
 /// Where the tests' writes go: far from one another, for a page's neighbours may be dirty with it.
 const APART: u64 = MIB;
@@ -193,7 +193,7 @@ fn a_flush_covers_the_writes_of_other_queues() {
                     let start = Instant::now();
                     while !over.load(Ordering::Relaxed) && start.elapsed() < PATIENCE {
                         let (q, w) = (rng.below(2) as u16, rng.below(u64::from(extra) + 1) as u32);
-                        rig.daemon.queue_attach("e", q, w, PATIENCE).unwrap();
+                        attach(&rig.daemon, "e", q, w);
                     }
                 })
             });

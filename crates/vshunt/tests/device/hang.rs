@@ -20,7 +20,7 @@ use vshunt_types::error::Kind;
 use vshunt_types::spec::WorkerSpec;
 
 use super::rig::{
-    Backing, Client, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, header, layouts, signalled, small,
+    Backing, Client, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, attach, header, layouts, signalled, small,
 };
 
 const PAGE: usize = 4096;
@@ -164,12 +164,12 @@ fn a_queue_of_a_hung_disk_stays_and_moves_once_it_answers() {
         }
         assert_eq!(client.arena.part(3072, 2).to_vec(), [status::OK; 2]);
         let to = rig.daemon.worker_new(WorkerSpec::default()).unwrap();
-        rig.daemon.queue_attach("e", 0, to, PATIENCE).unwrap();
+        attach(&rig.daemon, "e", 0, to);
         assert_eq!(rig.queue("e", 0).worker, to);
         for n in 0..2 {
             assert_eq!(client.read(8 * n, PAGE), [n as u8 + 1; PAGE]);
         }
         client.write(0, &[9; 512]);
-        rig.daemon.queue_attach("e", 0, 0, PATIENCE).unwrap();
+        attach(&rig.daemon, "e", 0, 0);
     }
 }

@@ -9,8 +9,8 @@ use vshunt_guest::driver::{
 };
 
 use super::rig::{
-    Backing, LOAD_BYTES, Load, MIB, Machine, PATIENCE, Rig, Rng, by_kernel, header, layouts, new_eventfd,
-    signalled, small, wait_for,
+    Backing, LOAD_BYTES, Load, MIB, Machine, PATIENCE, Rig, Rng, attach, by_kernel, header, layouts,
+    new_eventfd, signalled, small, wait_for,
 };
 
 const NEXT: u16 = 1;
@@ -615,9 +615,12 @@ fn descriptors_that_are_no_eventfds_are_refused() {
 }
 
 /// Rings full of the largest requests there are do not keep a neighbour on the same worker waiting
-/// for long.
+/// for them: it gets some requests done before half of them is. The test's thread may be late
+/// to see that, so that it tries again.
 #[test]
 fn huge_chains_leave_room_for_neighbours() {
+    /// Huge requests of each of the two queues.
+    const HUGE: usize = 48;
     for backing in [Backing::Ram, Backing::Tmpfs] {
         let rig = Rig::new();
         rig.disk("big", backing, 128 * MIB, |_| {});
@@ -639,28 +642,38 @@ fn huge_chains_leave_room_for_neighbours() {
         chain.push(seg(head.guest() + 64, 1, true));
         let load = machine.load(0);
         load.progress(50);
-        load.forget_longest();
         let start = Instant::now();
         let mut queues = [big.take_queue(0), big.take_queue(1)];
-        for queue in &mut queues {
-            for _ in 0..48 {
-                let slot = queue.take_slot().unwrap();
-                assert!(queue.stage_chain(slot, &chain, true));
+        loop {
+            for queue in &mut queues {
+                for _ in 0..HUGE {
+                    let slot = queue.take_slot().unwrap();
+                    assert!(queue.stage_chain(slot, &chain, true));
+                }
+                queue.publish();
             }
-            queue.publish();
-        }
-        load.progress(200);
-        let longest = load.longest();
-        for queue in &mut queues {
-            // Each for itself: all of them take minutes where all is emulated.
-            for _ in 0..48 {
-                wait_for("a huge request", || queue.poll().unwrap());
+            load.progress(20);
+            let mut done = [0; 2];
+            for (queue, done) in queues.iter_mut().zip(&mut done) {
+                while let Some(over) = queue.poll().unwrap() {
+                    queue.give_slot(over.cookie);
+                    *done += 1;
+                }
             }
+            let before: usize = done.iter().sum();
+            for (queue, done) in queues.iter_mut().zip(done) {
+                // Each for itself: all of them take minutes where all is emulated.
+                for _ in done..HUGE {
+                    let over = wait_for("a huge request", || queue.poll().unwrap());
+                    queue.give_slot(over.cookie);
+                }
+            }
+            println!("{backing:?}: {before} of {} huge requests were done", 2 * HUGE);
+            if before < HUGE {
+                break;
+            }
+            assert!(start.elapsed() < PATIENCE, "{backing:?}: a neighbour waits for huge requests");
         }
-        // Had it waited for all that was there before it, that would be most of the time.
-        let all = start.elapsed();
-        println!("{backing:?}: the neighbour waited for {longest:?} at most, of {all:?}");
-        assert!(longest < (all / 4).max(Duration::from_secs(1)), "{backing:?}: {longest:?} of {all:?}");
     }
 }
 
@@ -749,7 +762,7 @@ fn queues_move_and_stop_with_long_requests_under_way() {
         for round in 0..10 {
             ask(&mut queue);
             let worker = if round % 2 == 0 { other } else { 0 };
-            rig.daemon.queue_attach("big", 0, worker, PATIENCE).unwrap();
+            attach(&rig.daemon, "big", 0, worker);
             for _ in 0..3 {
                 let done = wait_for("a long request", || queue.poll().unwrap());
                 assert_eq!(done.len, (64 << 20) + 1);

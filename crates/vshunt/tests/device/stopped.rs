@@ -16,7 +16,8 @@ use vshunt_types::error::Kind;
 use vshunt_types::spec::{Direct, DiskSpec, WorkerSpec};
 
 use super::rig::{
-    Backing, Client, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, by_kernel, header, range, small, wait_for,
+    Backing, Client, LOAD_BYTES, MIB, Machine, PATIENCE, Rig, attach, by_kernel, header, range, small,
+    wait_for,
 };
 
 /// Operations that hang at the same time: more than io-wq has threads by itself, on a machine of up
@@ -166,10 +167,11 @@ fn a_disk_that_hangs_with_many_operations_stops_no_other() {
                 assert_eq!(other.status(request::FLUSH, 0, &[], 0), status::OK);
                 other.read(0, PIECE);
             }
-            rig.daemon.queue_attach("other", 0, worker, NEIGHBOUR_MAX).unwrap();
+            attach(&rig.daemon, "other", 0, worker);
         }
         assert_eq!(rig.queue("e", 0).in_flight, HUNG as u32, "they hang");
-        assert!(rig.daemon.workers().iter().all(|w| !w.stalled));
+        // On a busy machine, a worker may look so for a while.
+        wait_for("workers that run", || rig.daemon.workers().iter().all(|w| !w.stalled).then_some(()));
         rig.daemon.worker_free(to).unwrap();
         below.go_on();
         for cookie in cookies {
@@ -355,6 +357,6 @@ fn a_call_descriptor_that_would_wait_stops_no_worker() {
     for cookie in cookies {
         client.disk.wait_for(0, Some(cookie)).unwrap();
     }
-    assert!(rig.daemon.workers().iter().all(|w| !w.stalled));
+    wait_for("workers that run", || rig.daemon.workers().iter().all(|w| !w.stalled).then_some(()));
     load.progress(100);
 }

@@ -6,7 +6,7 @@ use vshunt_guest::driver::{Options, request, status};
 use vshunt_types::error::Kind;
 use vshunt_types::spec::{WorkerSpec, Workers};
 
-use super::rig::{Backing, LOAD_BYTES, Machine, PATIENCE, Rig, Rng, layouts, small};
+use super::rig::{Backing, LOAD_BYTES, Machine, PATIENCE, Rig, Rng, attach, layouts, small};
 
 #[test]
 fn queues_move_under_full_load_by_several_threads() {
@@ -27,7 +27,7 @@ fn queues_move_under_full_load_by_several_threads() {
                         for _ in 0..60 {
                             let (q, w) =
                                 (rng.below(QUEUES.into()) as u16, rng.below(u64::from(extra) + 1) as u32);
-                            daemon.queue_attach("e", q, w, PATIENCE).unwrap();
+                            attach(daemon, "e", q, w);
                         }
                     });
                 }
@@ -54,12 +54,12 @@ fn a_worker_is_made_used_and_freed_over_and_over() {
         let id = rig.daemon.worker_new(WorkerSpec::default()).unwrap();
         assert!(id > last, "an id is never used again");
         last = id;
-        rig.daemon.queue_attach("e", round % 2, id, PATIENCE).unwrap();
+        attach(&rig.daemon, "e", round % 2, id);
         assert_eq!(rig.queue("e", round % 2).worker, id);
         let busy = rig.daemon.worker_free(id).unwrap_err();
         assert_eq!(busy.kind(), Kind::Busy, "{busy}");
         load.iter().for_each(|l| l.progress(10));
-        rig.daemon.queue_attach("e", round % 2, 0, PATIENCE).unwrap();
+        attach(&rig.daemon, "e", round % 2, 0);
         rig.daemon.worker_free(id).unwrap();
         assert_eq!(rig.daemon.worker_free(id).unwrap_err().kind(), Kind::NotFound);
         assert_eq!(rig.daemon.queue_attach("e", 0, id, PATIENCE).unwrap_err().kind(), Kind::NotFound);
@@ -86,11 +86,11 @@ fn attach_to_what_is_not_there_changes_nothing() {
 fn stopped_queues_move_too() {
     let rig = Rig::ram(LOAD_BYTES, 1);
     let id = rig.daemon.worker_new(WorkerSpec::default()).unwrap();
-    rig.daemon.queue_attach("e", 0, id, PATIENCE).unwrap();
+    attach(&rig.daemon, "e", 0, id);
     let mut client = rig.connect("e", small());
     client.write(0, &[1; 512]);
     let base = client.disk.stop_queue(0).unwrap();
-    rig.daemon.queue_attach("e", 0, 0, PATIENCE).unwrap();
+    attach(&rig.daemon, "e", 0, 0);
     rig.daemon.worker_free(id).unwrap();
     client.disk.start_queue(0, base).unwrap();
     client.write(0, &[2; 512]);

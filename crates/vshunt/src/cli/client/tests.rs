@@ -10,12 +10,19 @@ const SHORT: Limits = Limits {
     line: 1 << 20,
     events: 100,
 };
+/// Limit for answers that do come: on a busy machine they may come late.
+const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENT: Limits = Limits { greeting: PATIENCE, answer: PATIENCE, ..SHORT };
 const GREETING: &[u8] = b"{\"QMP\": {\"version\": {}, \"capabilities\": []}}\n";
 const DONE: &[u8] = b"{\"return\": {}}\n";
 
 /// Starts a daemon that greets clients and agrees with the first one, and then does something else.
-/// Returns the result of a command that is sent to it.
-fn with(command: &str, then: impl FnOnce(&UnixListener, UnixStream) + Send + 'static) -> ClientError {
+/// Returns the result of a command that is sent to it with these limits.
+fn with_limits(
+    limits: Limits,
+    command: &str,
+    then: impl FnOnce(&UnixListener, UnixStream) + Send + 'static,
+) -> ClientError {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let listener = UnixListener::bind(&path).unwrap();
@@ -26,11 +33,16 @@ fn with(command: &str, then: impl FnOnce(&UnixListener, UnixStream) + Send + 'st
         stream.write_all(DONE).unwrap();
         then(&listener, stream);
     });
-    let mut client = Client::start(connected(&path, SHORT).unwrap(), &path, SHORT).unwrap();
+    let mut client = Client::start(connected(&path, PATIENT).unwrap(), &path, PATIENT).unwrap();
+    client.limits = limits;
     let e = client.execute(command, Map::new()).unwrap_err();
     drop(client);
     daemon.join().unwrap();
     e
+}
+
+fn with(command: &str, then: impl FnOnce(&UnixListener, UnixStream) + Send + 'static) -> ClientError {
+    with_limits(SHORT, command, then)
 }
 
 /// Waits until the client has ended.
@@ -55,7 +67,8 @@ fn a_question_is_not_waited_for_without_limit() {
 
 #[test]
 fn a_long_command_is_waited_for_while_the_daemon_greets_others() {
-    let e = with("queue-attach", |listener, mut stream| {
+    let greeted = Limits { greeting: PATIENCE, ..SHORT };
+    let e = with_limits(greeted, "queue-attach", |listener, mut stream| {
         // Three times of waiting, in each of which the client looks.
         for _ in 0..3 {
             listener.accept().unwrap().0.write_all(GREETING).unwrap();
@@ -69,13 +82,15 @@ fn a_long_command_is_waited_for_while_the_daemon_greets_others() {
 
 #[test]
 fn a_line_without_end_does_not_fill_the_memory() {
-    let e = with("query-disks", |_, mut stream| while stream.write_all(&[b'x'; 4096]).is_ok() {});
+    let sends = |mut stream: UnixStream| while stream.write_all(&[b'x'; 4096]).is_ok() {};
+    let e = with_limits(PATIENT, "query-disks", move |_, stream| sends(stream));
     assert!(e.to_string().contains("/s sent a line of more than 1048576 bytes"), "{e}");
 }
 
 #[test]
 fn events_without_end_do_not_fill_the_memory() {
-    let e = with("quit", |_, mut stream| while stream.write_all(b"{\"event\": \"A\"}\n").is_ok() {});
+    let sends = |mut stream: UnixStream| while stream.write_all(b"{\"event\": \"A\"}\n").is_ok() {};
+    let e = with_limits(PATIENT, "quit", move |_, stream| sends(stream));
     assert!(e.to_string().contains("/s sent 100 events and no answer to quit"), "{e}");
 }
 

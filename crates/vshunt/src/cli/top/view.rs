@@ -353,8 +353,21 @@ impl QueueRow {
     }
 }
 
+/// Returns how old a worker is, in microseconds by the daemon's clock. Its times add up to that.
+fn age_us(worker: &WorkerInfo) -> u64 {
+    worker.busy_us + worker.polling_us + worker.sleeping_us
+}
+
 impl WorkerRow {
+    /// `seconds`: the interval by the clock of this process. The worker's own time is used instead
+    /// if the daemon reports it: the answer may be late, and shares would not add up.
     fn between(before: Option<&WorkerInfo>, now: &WorkerInfo, seconds: f64) -> Self {
+        // A daemon that was started again counts from the beginning.
+        let before = before.filter(|before| before.tid == now.tid);
+        let seconds = match before.map(|before| rate(age_us(before), age_us(now), 1e6)) {
+            Some(lived) if lived > 0.0 => lived,
+            _ => seconds,
+        };
         let of = |f: fn(&WorkerInfo) -> u64| before.map_or(0.0, |before| rate(f(before), f(now), seconds));
         let percent = |f| of(f) / 1e4;
         let busy_percent = percent(|w| w.busy_us);

@@ -69,6 +69,19 @@ fn rates_are_per_second_and_exports_are_sums() {
 }
 
 #[test]
+fn shares_of_a_worker_are_of_its_own_time() {
+    let (mut before, mut now) = samples();
+    // Its times grow by a second, while answers that are late make two seconds of it.
+    (before.workers[0].busy_us, before.workers[0].polling_us, before.workers[0].sleeping_us) = (10, 0, 1_000);
+    (now.workers[0].busy_us, now.workers[0].polling_us, now.workers[0].sleeping_us) =
+        (700_010, 100_000, 201_000);
+    let view = View::between(&before, &now);
+    let w = &view.workers[0];
+    assert_eq!((w.busy_percent, w.polling_percent, w.sleeping_percent), (70.0, 10.0, 20.0));
+    assert_eq!(view.seconds, 2.0);
+}
+
+#[test]
 fn the_first_sample_and_new_rows_have_no_rates() {
     let (before, now) = samples();
     let view = View::between(&now, &now);
