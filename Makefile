@@ -6,7 +6,7 @@ CARGO   ?= cargo
 export CARGO
 
 .DEFAULT_GOAL := help
-.PHONY: help build run recording plots check test test-booted test-kernel bench lint soak fuzz docs reference install deb rpm static reproducible release clean
+.PHONY: help build run recording plots check test test-long test-booted fresh test-kernel bench lint soak fuzz docs reference install deb rpm static reproducible release clean
 
 help: ## what there is
 	@echo 'vshunt: virtual disks served by many queues and many workers'
@@ -32,8 +32,14 @@ check: ## the fast loop: format, clippy, unit tests of the crates that differ fr
 test: ## every test, or ONLY=lint|cargo|rigs|fuse|…; as root on Debian installs what is missing (VSHUNT_NO_INSTALL=1: does not)
 	scripts/test $(if $(ONLY),--only $(ONLY))
 
+test-long: ## the tests that take long: random seeds, whole matrices; ONLY= chooses a folder of tests/
+	scripts/test --long $(if $(ONLY),--only $(ONLY))
+
 test-booted: ## the unit and black-box tests in a booted Debian with systemd, as root; ONLY=cargo|rigs|fuse|…; CI does not run it
 	scripts/booted $(if $(ONLY),--only $(ONLY))
+
+fresh: ## every test, or ONLY=…, on HEAD as on a machine after its first boot, as root; scripts/fresh has more choices
+	scripts/fresh $(if $(ONLY),ONLY=$(ONLY))
 
 test-kernel: ## the kernel module and what uses it: on a stock kernel in VMs, some minutes
 	scripts/test --only kernel

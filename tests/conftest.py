@@ -21,7 +21,6 @@ MARKS = {
     "fuse": ("root",),
     "net": ("root",),
     "net-load": ("root",),
-    "neighbour": ("serial",),
     "packages": ("root", "slow"),
     "guest": ("vm", "slow"),
     "guides": ("root", "vm", "slow"),
@@ -99,9 +98,16 @@ def group_of(item):
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist puts the groups into the names
-def pytest_collection_modifyitems(items):
-    """Each folder, or each file of one in SPREAD, stays on one process (`--dist loadgroup`), and the longest come first."""
+def pytest_collection_modifyitems(config, items):
+    """Each folder, or each file of one in SPREAD, stays on one process (`--dist loadgroup`), and the longest come first. The
+    lane `long` is left out unless `-m` or `-k` choose tests, or one is named."""
+    chosen = config.option.markexpr or config.option.keyword or any("::" in argument for argument in config.args)
+    if not chosen:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     for item in items:
+        # scripts/test finds the end of a name in a line by it.
+        assert ": " not in item.nodeid, f"{item.nodeid} has a colon and a space"
         name = group_of(item)
         place = f"{name}-{item.path.stem}" if name in SPREAD else name
         item.add_marker(pytest.mark.xdist_group(place))
