@@ -19,7 +19,7 @@ build: ## the programs, optimised, in target/release
 run: build ## a minute's tour: a disk served, driven, its queues moved under load; no root, no QEMU
 	scripts/run
 
-recording: build ## the terminal recording of the README, in docs/pictures; a minute, best on a quiet machine
+recording: build ## the terminal recording of the README and a screen of top, in docs/pictures; a minute, best on a quiet machine
 	scripts/recording
 
 plots: build ## IOPS by jobs and by depth, drawn in docs/pictures; about seven minutes, only on a quiet machine
@@ -44,7 +44,7 @@ fresh: ## every test, or ONLY=…, on HEAD as on a machine after its first boot,
 test-kernel: ## the kernel module and what uses it: on a stock kernel in VMs, some minutes
 	scripts/test --only kernel
 
-bench: build ## the comparison tables
+bench: build ## the comparison tables; BENCH_ARGS='--only depth --quick': the curve over depth alone, in 3 minutes
 	scripts/bench
 
 lint: ## rustfmt, clippy, cargo doc, cargo-deny, circles between modules, ruff, shellcheck

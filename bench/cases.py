@@ -276,10 +276,11 @@ def tmpfs(b):
             Contestant(PEER, lambda q: daemon_file(b.tools, path, "native", q)),
             Contestant(OURS, lambda q: vshunt(b.tools, disk, q, "per-queue")),
             Contestant(NO_POLL, lambda q: vshunt(b.tools, disk, q, "per-queue", poll_us=0)),
-            Contestant(ONE, lambda q: vshunt(b.tools, disk, q), many=True),
+            Contestant(ONE, lambda q: vshunt(b.tools, disk, q)),
             *spdk_disks(b, aio=path, uring=path))
         jobs = list(b.jobs(READS_WRITES))
-        targets = []
+        # One write at a time mostly measures where threads run. No placement may lose by it.
+        targets = [Target(str(job), of, PEER, "iops", 1) for job in jobs if job.depth == 1 and job.rw == "rw" for of in (OURS, ONE)]
         for job in jobs:
             if job.depth == 1:
                 targets.append(Target(str(job), OURS, PEER, "iops", 3))
@@ -320,6 +321,7 @@ def ext4(b):
             *spdk_disks(b, aio=path, uring=path))
         jobs = list(b.jobs(READS_WRITES))
         targets = [Target(str(job), OURS, HOST, "iops", 0.95 if job.depth == 1 else 0.97) for job in jobs]
+        targets += [Target(str(job), OURS, (PEER, PEER_URING), "iops", 1) for job in jobs]
         b.loads("ext4", jobs, takers, HOST, targets, path)
     b.report.seed(seed.PEERS_EXT4, seed.VHOST_BLK_SSD)
 

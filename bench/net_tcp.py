@@ -5,7 +5,8 @@ two are compared within seconds on a machine whose speed changes within minutes.
 those of `tests/net`.
 
 A job is `out|in:streams:queue pairs`. CPU time is that of QEMU and vshunt together. Most of it is the guest's
-emulation; so what is not of the vCPUs' threads stands beside it.
+emulation; so what is not of the vCPUs' threads stands beside it. What the guest counts itself does not depend on the speed of
+the machine: interrupts of its NIC, kicks, and the bytes of a frame.
 """
 import contextlib
 import os
@@ -40,12 +41,22 @@ ip addr add {net}.2/24 dev eth0
 ip link set eth0 up
 [ {pairs} = 1 ] || ethtool -L eth0 combined {pairs}
 say up $(ls /sys/class/net/eth0/queues | wc -w) $(ethtool -k eth0 | grep -cE '^(tx-checksumming|tcp-segmentation-offload|rx-checksumming): on')
+counts() {{
+    awk '/virtio/ {{ for (i = 2; i <= NF && $i ~ /^[0-9]+$/; i++) n += $i }} END {{ print n + 0 }}' /proc/interrupts
+    ethtool -S eth0 | awk '/_kicks:/ {{ n += $2 }} END {{ print n + 0 }}'
+    (cd /sys/class/net/eth0/statistics && cat tx_packets tx_bytes rx_packets rx_bytes)
+}}
 exec 3</dev/ttyS1
 while read -r number streams seconds flag <&3 && [ "$number" != quit ]; do
+    before=$(counts)
     iperf3 -c {net}.1 -P $streams -t $seconds $flag -f m >/tmp/iperf 2>&1
-    say result-$number $? $(grep -E 'receiver|error' /tmp/iperf | tail -n 1)
+    code=$?
+    say counts-$number $before $(counts)
+    say result-$number $code $(grep -E 'receiver|error' /tmp/iperf | tail -n 1)
 done
 """
+# What `counts` prints.
+COUNTS = ("interrupts", "kicks", "out_frames", "out_bytes", "in_frames", "in_bytes")
 
 
 def ip(inside, line):
@@ -99,7 +110,7 @@ class Side:
         return total / TICK_HZ, (total - sum(n for name, n in threads if name.startswith("CPU "))) / TICK_HZ
 
     def load(self, way, streams, seconds):
-        """One run of iperf3. -> {'gbit', 'cpu', 'cpu_host'}, CPU in seconds a gigabyte."""
+        """One run of iperf3. -> {'gbit', 'cpu', 'cpu_host', …}: CPU in seconds a gigabyte; `count` has the rest."""
         self.runs += 1
         before = self.cpu()
         self.guest.tell(f"{self.runs} {streams} {seconds} {'-R' if way == 'in' else ''}")
@@ -111,11 +122,22 @@ class Side:
         r.require(found and float(found[3]) > 0, f"{self.name}: iperf3 says {said}")
         gigabytes = float(found[3]) * (float(found[2]) - float(found[1])) / 8e3
         total, host = ((x - y) / gigabytes for x, y in zip(after, before))
-        return {"gbit": float(found[3]) / 1e3, "cpu": total, "cpu_host": host}
+        return {"gbit": float(found[3]) / 1e3, "cpu": total, "cpu_host": host} | count(self.guest.expect(f"counts-{self.runs}"), way)
 
     def end(self):
         self.guest.tell("quit")
         self.guest.end()
+
+
+def count(said, way):
+    """What the guest counted before and after a load. -> per megabyte of the load's frames; kilobytes of a frame."""
+    words = [int(word) for word in said.split()]
+    r.require(len(words) == 2 * len(COUNTS), f"the guest counts {said}")
+    moved = {name: after - before for name, before, after in zip(COUNTS, words, words[len(COUNTS):])}
+    megabytes = moved[f"{way}_bytes"] / 1e6
+    r.require(megabytes > 0, f"the guest counts {said}")
+    return {"interrupts": moved["interrupts"] / megabytes, "kicks": moved["kicks"] / megabytes,
+            "frame_kb": megabytes * 1e3 / moved[f"{way}_frames"]}
 
 
 def ticks(stat):
@@ -184,7 +206,8 @@ def compare(runs, job, key):
 
 def show(b, runs):
     rows, verdicts = [], []
-    for job in (f"{way}:{streams}:{pairs}" for pairs in PAIRS for way, streams in LOADS):
+    jobs = [f"{way}:{streams}:{pairs}" for pairs in PAIRS for way, streams in LOADS]
+    for job in jobs:
         row = [job]
         for key, relation, good in (("gbit", "at least", lambda v: v >= 1), ("cpu", "less than", lambda v: v < 1), ("cpu_host", None, None)):
             ours, peer, ratio = compare(runs, job, key)
@@ -197,6 +220,16 @@ def show(b, runs):
     b.report.table(["way:streams:pairs", *columns], rows, "  ")
     b.report.line(f"  medians; ratios: the medians of those within each repetition; CPU: of QEMU and {OURS} together, of the guest's vCPUs, "
                   "too, and without")
+    rows = []
+    for job in jobs:
+        row = [job]
+        for key in ("interrupts", "kicks", "frame_kb"):
+            ours, peer, ratio = compare(runs, job, key)
+            row += [None] * 2 if ratio is None else [f"{ours:.1f}", f"{peer:.1f}"]
+        rows.append(row)
+    columns = [f"{what} {OURS}" if name == OURS else name for what in ("interrupts/MB", "kicks/MB", "kB/frame") for name in (OURS, QEMU)]
+    b.report.table(["way:streams:pairs", *columns], rows, "  ")
+    b.report.line("  medians of what the guest counts: interrupts of its NIC and kicks, of both directions; bytes of a frame in that of the load")
     b.report.line("  targets:")
     for found in verdicts:
         b.report.judge(CASE, *found)

@@ -62,23 +62,26 @@ class Cell:
 @dataclass(frozen=True)
 class Target:
     """`of`'s figure against `base`'s on one job: 'iops' at least, or 'cpu' (server's, an I/O) at most, `bound` times.
-    A bound that excludes itself (`strict`) is for "ahead of"."""
+    Several bases: against the best of those that were measured. A bound that excludes itself (`strict`) is for "ahead of"."""
     job: str
     of: str
-    base: str
+    base: str | tuple[str, ...]
     key: str
     bound: float
     strict: bool = False
 
     def judge(self, cells):
         """-> (verdict, sentence)."""
-        of, base = (cells.get((self.job, n)) for n in (self.of, self.base))
+        bases = (self.base,) if isinstance(self.base, str) else self.base
+        of, *others = (cells.get((self.job, n)) for n in (self.of, *bases))
         key = {"iops": "iops", "cpu": "cpu_us"}[self.key]
-        got, ref = (c.median(key) if c else None for c in (of, base))
+        got = of.median(key) if of else None
+        best = max if self.key == "iops" else min
+        ref = best((figure for c in others if c and (figure := c.median(key))), default=None)
         what = "IOPS" if self.key == "iops" else "CPU an I/O"
         relation = {("iops", False): "at least", ("iops", True): "more than",
                     ("cpu", False): "at most", ("cpu", True): "less than"}[self.key, self.strict]
-        sentence = f"{self.job}: {what} of {self.of} {relation} {self.bound:g} x {self.base}"
+        sentence = f"{self.job}: {what} of {self.of} {relation} {self.bound:g} x {' or '.join(bases)}"
         if of and of.hung():
             return MISSED, f"{sentence}: hung {of.hung()} of {len(of.runs)}"
         if got is None or not ref:

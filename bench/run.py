@@ -32,7 +32,8 @@ from qcow2 import cases as qcow2
 from report import Report, machine
 
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-CASES = {"null": cases.null, "depth": depth.case, "ram": cases.ram, "tmpfs": cases.tmpfs, "ext4": cases.ext4,
+# In the order in which they run: the curve over depth comes first, because most decisions need it.
+CASES = {"depth": depth.case, "null": cases.null, "ram": cases.ram, "tmpfs": cases.tmpfs, "ext4": cases.ext4,
          "workers": cases.workers, "balance": balance.case,
          "idle": resident.idle, "memory": resident.memory,
          "fuse-null": fuse.null, "fuse-tmpfs": fuse.tmpfs, "fuse-ext4": fuse.ext4, "fuse-queues": fuse.queues,

@@ -15,7 +15,7 @@ import time
 
 TICK_HZ = os.sysconf("SC_CLK_TCK")
 START_TIMEOUT_S = 20
-STOP_TIMEOUT_S = 5
+STOP_TIMEOUT_S = 15
 PR_SET_PDEATHSIG = 1
 # Loaded before any fork: between fork and exec nothing is imported.
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -12,7 +12,7 @@ from cases import GRACE_QUICK_S, GRACE_S, RAM_BYTES, can_be_awake, file_system, 
 from client import Client
 
 from fuse import floor, tables, verdicts
-from fuse.contestants import DAEMONS, DEV_1, DEV_2, DEV_4, FLOOR_LEGEND, FLOOR_OF, FREE, HOST, LEGEND, PASSTHROUGH, PINNED, Disk, Field
+from fuse.contestants import DAEMONS, DEFAULT, DEV_1, DEV_2, DEV_4, FLOOR_LEGEND, FLOOR_OF, FREE, HOST, LEGEND, PASSTHROUGH, PINNED, Disk, Field
 from fuse.load import Job
 from fuse.measure import measure
 from fuse.mount import private_namespace, uring_problem
@@ -132,7 +132,7 @@ def null(b):
         floors = f.floors()
         if floors:
             b.report.line(f"  {FLOOR_LEGEND}")
-        all_of_them = f.field.daemons(1, 2, 4) + f.field.ours(DEV_1, DEV_4, PINNED, FREE)
+        all_of_them = f.field.daemons(1, 2, 4) + f.field.ours(DEFAULT, DEV_1, DEV_4, PINNED, FREE)
         two_queues = f.field.daemons(1, 4) + f.field.ours(DEV_1, DEV_4)
         large = f.field.daemons(1, 2, 4) + f.field.ours(DEV_1, DEV_2, DEV_4, PINNED)
         jobs = list(f.jobs(SEED_JOBS, awake=True))
@@ -156,6 +156,8 @@ def null(b):
                 verdicts.ratio(f.report, "fuse-null", cells, job, [DEV_1, DEV_4, PINNED, FREE], daemons, 4 if job.jobs == 1 else 3)
             else:
                 verdicts.ratio(f.report, "fuse-null", cells, job, [PINNED], daemons, 2)
+            if job.engine == "psync" and job.jobs == 1:
+                verdicts.ratio(f.report, "fuse-null", cells, job, [DEFAULT], daemons, 2)
         for job in large_jobs:
             verdicts.ratio(f.report, "fuse-null", cells, job, [DEV_1, DEV_2, DEV_4, PINNED], daemons, 1)
         verdicts.floors(f.report, "fuse-null", cells, random)

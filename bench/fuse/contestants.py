@@ -1,5 +1,5 @@
-"""The servers: QEMU's storage daemon with 1, 2 and 4 iothreads, vshunt with each transport and layout of workers, and the
-floors: of /dev/fuse with 1, 2 and 4 threads, of io_uring with threads pinned and free.
+"""The servers: QEMU's storage daemon with 1, 2 and 4 iothreads, vshunt as `vshunt mount` makes a mount and with each transport
+and layout of workers, and the floors: of /dev/fuse with 1, 2 and 4 threads, of io_uring with threads pinned and free.
 
 Everything that names an option of either program stands here. `disk` is a Disk, `place` where to mount.
 """
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 DAEMONS = {1: "daemon 1", 2: "daemon 2", 4: "daemon 4"}
 FLOORS = {1: "floor 1", 2: "floor 2", 4: "floor 4"}
 FLOORS_RING = {"pinned": "floor pinned", "free": "floor free"}
-DEV_1, DEV_2, DEV_4, PINNED, FREE = "dev 1", "dev 2", "dev 4", "ring pinned", "ring free"
+DEFAULT, DEV_1, DEV_2, DEV_4, PINNED, FREE = "default", "dev 1", "dev 2", "dev 4", "ring pinned", "ring free"
 PASSTHROUGH, HOST = "passthrough", "host fio"
-# What stands behind `type=fuse,...` of each. The io_uring transport has a queue for each CPU that
-# there could be.
+# What stands behind `type=fuse,...` of each; None: a mount without keys. The io_uring transport has
+# a queue for each CPU that there could be.
 LAYOUTS = {
+    DEFAULT: None,
     DEV_1: "transport=dev,queues=1,workers=per-queue",
     DEV_2: "transport=dev,queues=2,workers=per-queue",
     DEV_4: "transport=dev,queues=4,workers=per-queue",
@@ -28,8 +29,8 @@ RINGS = (PINNED, FREE)
 FLOOR_OF = {DEV_1: FLOORS[1], DEV_2: FLOORS[2], DEV_4: FLOORS[4], PINNED: FLOORS_RING["pinned"], FREE: FLOORS_RING["free"]}
 # For whom the kernel has to allow FUSE over io_uring.
 OVER_URING = (*RINGS, *FLOORS_RING.values())
-LEGEND = ("daemon N: storage daemon with N iothreads; dev N: vshunt on /dev/fuse, N queues, a worker each; ring: vshunt over "
-          "io_uring, a queue a CPU, workers pinned to theirs or free")
+LEGEND = ("daemon N: storage daemon with N iothreads; default: vshunt without keys, as `vshunt mount` makes it; dev N: vshunt on "
+          "/dev/fuse, N queues, a worker each; ring: vshunt over io_uring, a queue a CPU, workers pinned to theirs or free")
 FLOOR_LEGEND = ("floors only answer: floor N, bench/fuse/floor.c, N threads on /dev/fuse; floor pinned and free, "
                 "bench/fuse/floor_uring.c, over io_uring, placed as ring pinned and free")
 
@@ -66,11 +67,12 @@ def _daemon(tools, iothreads):
 def _vshunt(tools, layout):
     def argv(disk, place):
         what = f"file={disk.path}" if disk.path else f"format=null,size={disk.size}"
-        options = layout.replace("{cpus}", str(cpus_possible()))
-        if "passthrough" not in options:
-            options += ",passthrough=off"
-        return [tools.vshunt, "serve", "--disk", f"name=d,{what}", "--export",
-                f"type=fuse,name=e,disk=d,mountpoint={place.outside},writable=on,{options}", "--control", place.control]
+        export = f"type=fuse,name=e,disk=d,mountpoint={place.outside},writable=on"
+        if layout:
+            export += "," + layout.replace("{cpus}", str(cpus_possible()))
+            if "passthrough" not in layout:
+                export += ",passthrough=off"
+        return [tools.vshunt, "serve", "--disk", f"name=d,{what}", "--export", export, "--control", place.control]
     return argv
 
 

@@ -6,6 +6,7 @@ None of them may disturb the load on vm1.
 import json
 import os
 import socket as sockets
+import time
 
 import pytest
 import rig as r
@@ -52,6 +53,9 @@ REFUSED = (
     ("a kernel worker of an export that is not there", kernel("--export", "vm9"), ("vm9",)),
     ("a user worker for one export", ("worker", "new", "--export", "vm0"), ("vm0", "kind=kernel")),
     ("the kernel engine without its module", ("export", "add", export("d3") + ",engine=kernel"), ("vhost-blk", "modprobe")),
+    ("a disk name that is an option", ("disk", "add", "name=--help,format=null,size=1M"), ("--help", "letter")),
+    ("a disk name that is a folder", ("disk", "add", "name=..,format=null,size=1M"), ("..", "letter")),
+    ("an export name that is an option", ("export", "add", export("d2", name="-x")), ("-x", "letter")),
     ("a disk name that is taken", ("disk", "add", "name=d0,format=null,size=1M"), ("d0",)),
 )
 
@@ -140,6 +144,68 @@ def test_a_command_before_qmp_capabilities(asked):
         lines.write('{"execute":"query-workers"}\n')
         lines.flush()
         r.require("error" in json.loads(lines.readline()), "answered before qmp_capabilities")
+
+
+def test_no_answer_is_read(asked):
+    """Half-closed clients that ask and never read count as clients, do not lock out others, and use little memory."""
+    proc = f"/proc/{asked.daemon.child.pid}"
+
+    def rss():
+        return int(next(line for line in open(f"{proc}/status") if line.startswith("VmRSS")).split()[1])
+
+    def writers():
+        count = 0
+        for task in os.listdir(f"{proc}/task"):
+            try:
+                name = open(f"{proc}/task/{task}/comm").read().strip()
+            except OSError:
+                continue  # it has ended
+            count += name.startswith("ctl-") and name.endswith("-out")
+        return count
+
+    before, clients = rss(), []
+    try:
+        # Twice as many as the limit, each as soon as it is admitted.
+        while len(clients) < 130:
+            s = asked.connect()
+            if b'"QMP"' not in s.recv(4096):
+                s.close()
+                time.sleep(0.05)
+                continue
+            clients.append(s)
+            s.sendall(b'{"execute":"qmp_capabilities"}' + b'{"execute":"query-commands"}' * 200)
+            s.shutdown(sockets.SHUT_WR)
+        r.wait_for("others are served", lambda: asked.daemon.cli("status", check=False).returncode == 0)
+        r.require(writers() <= 64, f"{writers()} clients")
+        # 64 clients with 1 MiB and one answer each, and what the allocator keeps.
+        r.require(rss() - before < 256 << 10, f"{before} KiB, and then {rss()} KiB")
+    finally:
+        for s in clients:
+            s.close()
+    asked.daemon.status()
+
+
+def test_half_a_command(asked):
+    """Clients that sent half a command make room, and one that waits for events stays."""
+    with asked.connect() as waits:
+        lines = waits.makefile("rw")
+        lines.readline()
+        lines.write('{"execute":"qmp_capabilities"}\n')
+        lines.flush()
+        r.require("return" in json.loads(lines.readline()), "not negotiated")
+        clients = []
+        try:
+            for _ in range(80):
+                s = asked.connect()
+                s.sendall(b'{"execute": "qm')
+                clients.append(s)
+            r.wait_for("others are served", lambda: asked.daemon.cli("status", check=False).returncode == 0)
+        finally:
+            for s in clients:
+                s.close()
+        lines.write('{"execute":"query-disks","id":7}\n')
+        lines.flush()
+        r.require(json.loads(lines.readline())["id"] == 7, "the client that waits was closed")
 
 
 def test_another_exports_verified_load_was_unharmed(served):

@@ -94,6 +94,30 @@ def test_a_flush_passes_and_the_mount_ends_while_it_waits(suite):
     child.wait()
 
 
+# Everything that fallocate(2) does without data, and what is refused; then a read.
+FREE = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+fallocate = libc.fallocate
+fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
+fd = os.open(sys.argv[1], os.O_RDWR)
+size = os.fstat(fd).st_size
+for _ in range(20):
+    assert fallocate(fd, 3, 0, size) == 0, "punch a hole"
+    assert fallocate(fd, 1, 0, size) == 0, "allocate"
+    assert fallocate(fd, 16, 0, 1 << 60) < 0, "zeroes beyond the end"
+assert os.pread(fd, 4096, 0) == bytes(4096)
+"""
+
+
+def test_freeing_space_costs_no_bytes(suite):
+    """In bytes, it would be 600 s at this rate."""
+    suite.ours()
+    mount = m.Mount(suite, f"free-{suite.transport}", disk=DISK, extra=",limits.bps=1M")
+    m.script(FREE, mount.path)
+    mount.stop()
+
+
 @pytest.mark.transports("dev")
 def test_a_mount_with_passthrough_has_no_limits(suite):
     suite.ours()

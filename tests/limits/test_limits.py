@@ -125,6 +125,8 @@ def test_a_burst_lasts_as_long_as_it_may(rig):
     allowed = 8000 + 500 * result["seconds"]
     at_most("requests of a burst and after it", ios(result), allowed + 4)
     at_least("requests of a burst and after it", ios(result), allowed)
+    # Other limits keep what was used. New ones begin with an empty bucket.
+    daemon.cli("limit", "vm0", "--off")
     daemon.cli("limit", "vm0", "--iops", "500", "--burst-iops", "4000")
     result = measured(daemon, 0, "--rw", "randread", "--ios", "4000")
     r.require(result["seconds"] < 4, f"a burst of a second, {result['seconds']} s long, is none")
@@ -194,6 +196,29 @@ def test_members_of_a_group_share_alike(rig):
     daemon.cli("limit", "vm0", "--iops", "700", "--group", "tenant")
     limits = {e["name"]: e["limits"] for e in daemon.status()["exports"]}
     r.require(limits == {f"vm{at}": {"iops": 700, "group": "tenant"} for at in (0, 1)}, f"the group has {limits}")
+
+
+def test_members_and_limits_that_come_again_give_no_burst(rig):
+    daemon = served(rig, "again", "limits.iops=200,limits.burst-iops=2000:2s,limits.group=g", exports=2)
+    turn = [0]
+
+    def change():
+        turn[0] += 1
+        # The other one, which is idle, joins and leaves.
+        daemon.cli("limit", "vm1", *(["--group", "g"] if turn[0] % 2 else ["--off"]))
+        # The same again, and others.
+        more = ["--iops", str(200 + turn[0] % 2), "--burst-iops", "2000:2s"] if turn[0] % 3 == 0 else []
+        daemon.cli("limit", "vm0", *more, "--group", "g")
+
+    since = time.monotonic()
+    with load(daemon, 0, "--rw", "randread", "--queues", "4", "--stall", "60s"):
+        # As many as the bucket has room for.
+        r.wait_for("the burst is over", lambda: requests(daemon) > 4000)
+        changing = r.Repeating(change)
+        r.wait_for("changes", lambda: changing.error or turn[0] > 12)
+        changing.stop()
+        # Each new burst would be 4000 more.
+        at_most("beside changes", requests(daemon), 4000 + 201 * (time.monotonic() - since) + 100)
 
 
 @pytest.mark.paced
@@ -290,6 +315,11 @@ def test_qemus_command_sets_limits(rig):
     limits = daemon.status()["exports"][0]["limits"]
     wanted = {"iops": 500, "bps-write": 1000000, "burst-iops": "900:3s", "iops-size": 8192, "group": "g"}
     r.require(limits == wanted, f"limits: {limits}")
+    # As QEMU's clients read them: those of the device that has this id.
+    by_name = {device["device"]: device["inserted"] for device in json.loads(daemon.cli("qmp", "query-block").stdout)}
+    read = {name: by_name["vm0"].get(name, 0) for name in arguments if name != "id"}
+    r.require(read == {name: value for name, value in arguments.items() if name != "id"}, f"query-block: {by_name['vm0']}")
+    r.require(by_name["vm0"]["node-name"] == "d0" and "bps_max" not in by_name["vm0"], f"{by_name['vm0']}")
     shown = daemon.cli("config", "show").stdout
     file = rig.dir / "qemu.toml"
     file.write_text(shown.replace("qemu.ctl", "again.ctl"))
@@ -298,6 +328,8 @@ def test_qemus_command_sets_limits(rig):
     zero = {key: 0 for key in ("bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr")}
     daemon.cli("qmp", "block_set_io_throttle", json.dumps({"device": "vm0", **zero}))
     r.require(daemon.status()["exports"][0].get("limits") is None, "limits of 0 are left")
+    devices = json.loads(daemon.cli("qmp", "query-block").stdout)
+    r.require(all(device["inserted"]["iops"] == 0 and "group" not in device["inserted"] for device in devices), f"{devices}")
 
 
 def test_a_limited_guest_may_go_at_any_time(rig):

@@ -11,9 +11,10 @@ import rig as r
 sys.path.insert(0, str(r.ROOT / "bench"))
 import cases  # noqa: E402
 import depth  # noqa: E402
+import resident  # noqa: E402
 import spdk  # noqa: E402
 from client import Client, ClientError, Job  # noqa: E402
-from report import MET, MISSED, UNKNOWN, Cell  # noqa: E402
+from report import MET, MISSED, UNKNOWN, Cell, Target  # noqa: E402
 
 BENCH = r.ROOT / "scripts" / "bench"
 
@@ -65,6 +66,25 @@ def test_ratios_are_judged_row_by_row():
     r.require(word == MISSED and "1 of 2; short at rr:128:4 x0.60" in sentence, sentence)
     word, sentence = verdict("CPU an I/O of vshunt one worker", {"vshunt one worker": theirs}, cpu_us=0.4)
     r.require(word == MISSED and ": 0 of 7;" in sentence and "rr:4:1" not in sentence, sentence)
+
+
+def test_a_target_against_several_counts_the_best_of_them():
+    cells = {}
+    for name, iops in (("vshunt", 100_000), ("native", 90_000), ("io_uring", 110_000)):
+        cells["rr:32:1", name] = cell = Cell()
+        cell.add({"iops": iops, "cpu_us": 1, "p99_us": 10})
+    word, sentence = Target("rr:32:1", "vshunt", ("native", "io_uring"), "iops", 1).judge(cells)
+    r.require((word, sentence) == (MISSED, "rr:32:1: IOPS of vshunt at least 1 x native or io_uring: x0.91 (100k to 110k)"), sentence)
+    r.require(Target("rr:32:1", "vshunt", ("native", "not here"), "iops", 1).judge(cells)[0] == MET, "one of them was not measured")
+    r.require(Target("rr:32:1", "vshunt", ("not here",), "iops", 1).judge(cells)[0] == UNKNOWN, "none was measured")
+
+
+def test_an_idle_server_may_use_a_tick_and_nothing_else():
+    # 10 s: one tick of 10 ms is 0.1 %. It may be of time before the window.
+    r.require(resident.cpu_share(0.010, 0.000_2, 10) == pytest.approx(0.000_02), "a tick")
+    r.require(resident.cpu_share(0.500, 0.000_2, 10) == pytest.approx(0.049), "a thread that ended")
+    r.require(resident.cpu_share(0.010, None, 10) == pytest.approx(0.001), "a kernel without schedstat")
+    r.require(f"{resident.IDLE_CPU_MAX * 0.99:.2%}" == "0.00%", f"{resident.IDLE_CPU_MAX}")
 
 
 def test_servers_get_the_cpus_that_spdk_polls():

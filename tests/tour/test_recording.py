@@ -1,4 +1,4 @@
-"""Tests the recording that the README shows: the script that makes it, and the files in docs/pictures."""
+"""Tests the recording that the README shows and the picture of `vshunt top`: the script that makes them, and the files in docs/pictures."""
 
 import importlib.machinery
 import importlib.util
@@ -45,6 +45,17 @@ def drawn(path):
     return [(node.text or "").replace("\N{NO-BREAK SPACE}", " ") for node in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
+def shows_top(recording, path):
+    """The picture of `vshunt top` has all queues under load, the keys, and colours of the workers' bars."""
+    texts = drawn(path)
+    for name, _, queues, _, load in recording.recording_top.DISKS:
+        for queue in range(queues):
+            shown = any(text.startswith(f"{name}:{queue} ") for text in texts)
+            r.require(shown == bool(load), f"{name}:{queue}: {texts}")
+    r.require(texts[0].startswith("vshunt top: ") and texts[-1].endswith("q quit"), f"{texts}")
+    r.require(any(text.startswith("|") for text in texts), f"no bar: {texts}")
+
+
 def test_a_short_recording(rig, recording):
     for program in ("vshunt", "vshunt-bench"):
         r.binary(program)
@@ -57,6 +68,7 @@ def test_a_short_recording(rig, recording):
     texts = drawn(out / "tour.svg")
     r.require(any(text.startswith("verified: ") for text in texts), f"{texts[-20:]}")
     r.require(any(text.startswith("vm0:3 ") for text in drawn(out / "status.svg")), "the status has no queue 3")
+    shows_top(recording, out / "top.svg")
 
 
 def test_a_folder_that_exists_is_left_alone(rig):
@@ -80,3 +92,24 @@ def test_the_pictures_do_not_name_a_machine(recording):
         r.require(not found, f"{path.name} has {found}")
     drawn(PICTURES / "tour.svg")
     drawn(PICTURES / "status.svg")
+    shows_top(recording, PICTURES / "top.svg")
+
+
+def test_the_screen_of_a_terminal(recording):
+    screens = recording.recording_screen
+    screen = screens.Screen(10, 3)
+    # A sequence and a style in two parts.
+    for part in ("\x1b[?1049h\x1b[2J\x1b[1;1Habcdefghij\x1b[2;3H\x1b[1;38;5;",
+                 "9mhot\x1b[22;39m \x1b[7mon\x1b[27m\r\n\x1b[", "2mdim\x1b[0m", "\x1b[1;2HB"):
+        screen.feed(part)
+    r.require(screen.lines() == ["aBcdefghij", "  hot on", "dim"], f"{screen.lines()}")
+    hot, rest = screens.Style(colour=9, bold=True), screens.Style(reversed=True)
+    r.require(screens.runs(screen.cells[1])[1:4] == [(2, "hot", hot), (5, " ", screens.PLAIN), (6, "on", rest)], f"{screens.runs(screen.cells[1])}")
+    picture = screens.picture(screen)
+    r.require(f'fill:{screens.PALETTE[9]};font-weight:bold" textLength="25.2">hot</text>' in picture, picture)
+
+
+@pytest.mark.parametrize("sent", ["\x1b[3S", "\x1b]0;title\x07", "\x1b[48;5;1m", "\x1b7", "\x1b[1;10Hxy", "\t"])
+def test_what_a_screen_does_not_know_is_an_error(recording, sent):
+    with pytest.raises(ValueError, match="does not draw"):
+        recording.recording_screen.Screen(10, 3).feed(sent)

@@ -20,13 +20,21 @@ pub use self::table::{Figure, Row, Table};
 use crate::report::Machine;
 use vshunt_guest::error::{Error, Kind, Result};
 use vshunt_guest::fail;
-use vshunt_guest::link::{Outbox, PacketSocket, VNET_HEADER, bring_up, disable_ipv6, open_tap};
+use vshunt_guest::link::{
+    Outbox, PacketSocket, VNET_HEADER, bring_up, disable_ipv6, open_tap, steer_to_first,
+};
 use vshunt_guest::load::pin;
 use vshunt_guest::net::frame::{Direction, Mark, MarkedFrame};
 use vshunt_guest::stats::thread_cpu;
 
 /// The tap's name. The namespace has no other taps.
 const NAME: &str = "vsbench0";
+/// Names of the rows: frames out of the queues, frames into them, and the same with a steering
+/// program. Without a program, the kernel computes a hash for each written frame as soon as the tap
+/// has several queues.
+const READ: &str = "read";
+const WRITE: &str = "write";
+const STEERED: &str = "write, steered";
 /// Most queues of one tap.
 pub const QUEUES_MAX: u16 = 256;
 /// Frames of one system call of a sender.
@@ -46,7 +54,7 @@ pub struct Request {
     pub queues: Vec<u16>,
     /// Whether to measure frames out of the tap's queues.
     pub read: bool,
-    /// Whether to measure frames into the tap's queues.
+    /// Whether to measure frames into the tap's queues: as it is, and with a steering program.
     pub write: bool,
     /// Bytes of a frame.
     pub size: usize,
@@ -74,20 +82,31 @@ pub fn measure(request: &Request) -> Result<Table> {
     let left = machine.cpus.saturating_sub(usize::from(most)).clamp(1, 64) as u16;
     let senders = request.senders.unwrap_or(left).clamp(1, request.flows);
     let mut rows = Vec::new();
-    for (name, wanted, one) in
-        [("read", request.read, read as fn(&Request, u16, u16) -> _), ("write", request.write, write)]
-    {
+    for (name, wanted, one) in [
+        (READ, request.read, read as fn(&Request, u16, u16) -> _),
+        (WRITE, request.write, |request, queues, _| write(request, queues, false)),
+        (STEERED, request.write, |request, queues, _| write(request, queues, true)),
+    ] {
         if !wanted {
             continue;
         }
         let mut figures: Vec<Figure> = Vec::new();
         for &queues in &request.queues {
             eprint!("{name}, {queues} queues: ");
-            let figure: Figure = one(request, queues, senders).inspect_err(|_| eprintln!("failed"))?;
+            let figure: Figure = match one(request, queues, senders) {
+                // Loading programs needs more capabilities than taps do.
+                Err(e) if name == STEERED => {
+                    eprintln!("left out: {e}");
+                    break;
+                }
+                other => other.inspect_err(|_| eprintln!("failed"))?,
+            };
             eprintln!("{:.0} thousand frames/s", figure.kpps);
             figures.push(figure);
         }
-        rows.push(Row { what: name, figures });
+        if !figures.is_empty() {
+            rows.push(Row { what: name, figures });
+        }
     }
     let seconds = request.runtime.as_secs_f64();
     let (size, flows) = (request.size, request.flows);
@@ -243,9 +262,12 @@ fn send(
     Ok(meter.counted())
 }
 
-/// One thread for each queue writes frames into the tap.
-fn write(request: &Request, queues: u16, _: u16) -> Result<Figure> {
+/// One thread for each queue writes frames into the tap. `steered`: the tap has a steering program.
+fn write(request: &Request, queues: u16, steered: bool) -> Result<Figure> {
     let files = tap(queues)?;
+    if steered {
+        files.first().map_or(Ok(()), steer_to_first)?;
+    }
     let phase = Phase(AtomicU8::new(WARMING));
     let (seconds, written) = std::thread::scope(|scope| {
         let phase = &phase;

@@ -241,7 +241,8 @@ pub(crate) fn figure(
     });
     attached?;
     let outcome = outcome?;
-    let (Some(first), Some(last)) = (since.first, since.last) else {
+    let measured = since.first.zip(since.last).filter(|(first, last)| last.elapsed > first.elapsed);
+    let Some((first, last)) = measured else {
         return Err(fail!(
             System,
             "nothing was left to measure after the warm-up and attaching: use a longer --runtime"

@@ -121,8 +121,15 @@ impl Bits {
     pub fn run(&self, blocks: Range<u64>, most: u64) -> Option<Range<u64>> {
         let first = self.first(blocks.clone())?;
         let limit = blocks.end.min(first + most);
-        let is_set = |b: &u64| self.words[(b / WORD) as usize].load(Acquire) >> (b % WORD) & 1 != 0;
-        Some(first..(first + 1..limit).find(|b| !is_set(b)).unwrap_or(limit))
+        let mut base = (first + 1) / WORD * WORD;
+        for (word, mask) in self.masks(first + 1..limit) {
+            let clear = !word.load(Acquire) & mask;
+            if clear != 0 {
+                return Some(first..base + u64::from(clear.trailing_zeros()));
+            }
+            base += WORD;
+        }
+        Some(first..limit)
     }
 
     /// Returns the run of set bits at the start of a range of blocks.

@@ -392,5 +392,11 @@ fn check_name(what: &str, name: &str) -> Result<()> {
             "{what} name {name:?} is not usable; take 1 to 64 letters, digits, '-', '_' or '.'"
         )));
     }
+    // The name is an argument of commands, and a part of the names of files.
+    if name.starts_with('-') || name.chars().all(|c| c == '.') {
+        return Err(Error::invalid(format!(
+            "{what} name {name:?} would be taken for an option or a folder; begin it with a letter or a digit"
+        )));
+    }
     Ok(())
 }

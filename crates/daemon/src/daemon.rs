@@ -60,9 +60,9 @@ impl Default for Options {
 /// Disks, exports and workers of one process.
 ///
 /// Lock order: `op_lock` of a disk, `state`, `served` of an export, the slot of a queue set, the
-/// list of workers. `state` guards the registry and is held for look-ups only: never while a
-/// socket, a worker or a file is opened, and never while a queue drains. Meanwhile the name is
-/// reserved or marked, see [`Phase`].
+/// list of workers. The lock of the groups of limits comes after `state`, too. `state` guards the
+/// registry and is held for look-ups only: never while a socket, a worker or a file is opened, and
+/// never while a queue drains. Meanwhile the name is reserved or marked, see [`Phase`].
 pub struct Daemon {
     state: Mutex<Registry>,
     /// Signalled when the phase of an export changes, or when an export is gone.

@@ -27,6 +27,7 @@ use self::prepared::{Prepared, check_block_size};
 use self::queues::ExportQueues;
 use self::served::{Frontend, Served};
 use self::start::Start;
+use super::service_totals::ServiceEstimates;
 
 /// An export, which is served until it is removed. Called by control threads. Lock order: `served`,
 /// then the slot of a queue set.
@@ -45,6 +46,8 @@ pub(super) struct Export {
     limits: Arc<LimitCell>,
     /// Set by the removal, when the queues are at rest.
     moved: OnceLock<Moved>,
+    /// The service time of all its operations.
+    pub(super) service_estimates: ServiceEstimates,
 }
 
 /// What an export has moved since it was added.
@@ -85,7 +88,18 @@ impl Export {
                 let served = RwLock::new(Some(served));
                 let (workers, since, moved) = (workers.clone(), Instant::now(), OnceLock::new());
                 let own_workers = Mutex::new(own_workers);
-                Ok(Self { spec, readonly, served, own_workers, workers, since, limits, moved })
+                let service_estimates = ServiceEstimates::default();
+                Ok(Self {
+                    spec,
+                    readonly,
+                    served,
+                    own_workers,
+                    workers,
+                    since,
+                    limits,
+                    moved,
+                    service_estimates,
+                })
             }
             Err(e) => {
                 workers.end_these(&own_workers);

@@ -31,6 +31,7 @@
 //! | `export` | one export: what it opens, how it starts, its queues and its front end |
 //! | `balance` | which exports' queues follow load, and what was decided |
 //! | `job`, `net` | one job, one network |
+//! | `service_totals` | the service time of all operations of an export |
 //! | `check` | what is wrong with a request by itself |
 //! | `event` | what listeners are told |
 
@@ -47,6 +48,7 @@ mod job;
 mod limits;
 mod net;
 mod registry;
+mod service_totals;
 #[cfg(test)]
 mod tests;
 mod watched;
@@ -55,4 +57,5 @@ pub use check::{Check, MAX_PAIRS, MAX_QUEUES, check_disk_size, check_limits, che
 pub use daemon::{ATTACH_TIMEOUT, Daemon, Options, OverlayMode, ToConvert};
 pub use event::Event;
 pub use export::Moved;
+pub use service_totals::ServiceTotals;
 pub use vshunt_engine::DEFAULT_POLL_US;

@@ -33,23 +33,49 @@ struct Group {
     kind: Option<LimitKind>,
     /// The limits, without the name of the group.
     spec: LimitsSpec,
+    /// Their buckets.
+    buckets: Arc<LimitGroup>,
     /// The members by the names of their exports.
     members: BTreeMap<String, Arc<LimitCell>>,
 }
 
 impl Group {
-    /// Gives its members the limits, with empty buckets.
-    fn apply(&self) {
-        let group = LimitGroup::new(&rates(&self.spec), self.members.len() > 1);
-        for cell in self.members.values() {
-            cell.set(Some(LimitMember::new(group.clone(), MAX_QUEUES)));
+    fn new(kind: Option<LimitKind>, spec: LimitsSpec) -> Self {
+        let buckets = LimitGroup::new(&rates(&spec), false);
+        Self { kind, spec, buckets, members: BTreeMap::new() }
+    }
+
+    /// Sets the limits. The levels of the buckets stay, so that limits that are set again and again
+    /// give no burst each time.
+    fn change(&mut self, spec: LimitsSpec) {
+        let new = rates(&spec);
+        if new != rates(&self.spec) {
+            self.buckets = self.buckets.changed(&new, self.members.values());
+        }
+        self.spec = spec;
+    }
+
+    /// Makes an export a member, unless it is one.
+    fn join(&mut self, export: &str, cell: &Arc<LimitCell>) {
+        if !self.members.contains_key(export) {
+            cell.set(Some(LimitMember::new(self.buckets.clone(), MAX_QUEUES)));
+            self.members.insert(export.to_owned(), cell.clone());
+            self.buckets.set_shared(self.members.len() > 1);
+        }
+    }
+
+    /// Ends the membership of an export. The others may use more then. What it owes goes with it.
+    fn leave(&mut self, export: &str) {
+        if let Some(cell) = self.members.remove(export) {
+            cell.set(None);
+            self.buckets.set_shared(self.members.len() > 1);
         }
     }
 }
 
 impl LimitGroups {
     /// Sets the limits of an export, in place of those that it has. A group without limits is
-    /// joined as it is.
+    /// joined as it is. `cell` is the same for all calls for an export until its limits are lifted.
     ///
     /// # Errors
     /// Such a group does not exist, or is of another kind.
@@ -87,11 +113,9 @@ impl LimitGroups {
             _ => LimitsSpec { group: None, ..spec.clone() },
         };
         Self::leave(&mut groups, export, Some(&key));
-        let new = || Group { kind, spec: limits.clone(), members: BTreeMap::new() };
-        let group = groups.entry(key).or_insert_with(new);
-        group.spec = limits;
-        group.members.insert(export.to_owned(), cell.clone());
-        group.apply();
+        let group = groups.entry(key).or_insert_with(|| Group::new(kind, limits.clone()));
+        group.change(limits);
+        group.join(export, cell);
         Ok(())
     }
 
@@ -108,13 +132,9 @@ impl LimitGroups {
             return;
         }
         let Some(group) = groups.get_mut(&key) else { return };
-        if let Some(cell) = group.members.remove(export) {
-            cell.set(None);
-        }
-        match group.members.is_empty() {
-            true => drop(groups.remove(&key)),
-            // One member less may use more.
-            false => group.apply(),
+        group.leave(export);
+        if group.members.is_empty() {
+            groups.remove(&key);
         }
     }
 
@@ -186,6 +206,25 @@ mod tests {
         groups.lift("a");
         groups.lift("a");
         assert!(groups.groups.locked().is_empty());
+    }
+
+    #[test]
+    fn buckets_stay_while_the_limits_do() {
+        let groups = LimitGroups::default();
+        let (one, two) = (Arc::new(LimitCell::default()), Arc::new(LimitCell::default()));
+        let buckets = || groups.groups.locked().values().next().unwrap().buckets.clone();
+        groups.set("a", DISK, &one, &limits(Some(5), Some("g"))).unwrap();
+        let first = buckets();
+        for _ in 0..2 {
+            groups.set("b", DISK, &two, &limits(None, Some("g"))).unwrap();
+            groups.set("b", DISK, &two, &limits(Some(5), Some("g"))).unwrap();
+            groups.set("a", DISK, &one, &limits(Some(5), Some("g"))).unwrap();
+            groups.set("a", DISK, &one, &limits(None, Some("g"))).unwrap();
+            groups.lift("b");
+            assert!(Arc::ptr_eq(&first, &buckets()));
+        }
+        groups.set("a", DISK, &one, &limits(Some(6), Some("g"))).unwrap();
+        assert!(!Arc::ptr_eq(&first, &buckets()));
     }
 
     #[test]

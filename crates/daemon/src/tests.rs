@@ -392,3 +392,22 @@ fn any_command_at_any_time() {
     rig.daemon.shutdown();
     assert!(rig.daemon.workers().is_empty());
 }
+
+#[test]
+fn a_name_is_no_option_and_no_folder() {
+    let rig = Rig::new();
+    let disk = |name: &str| {
+        let (name, format) = (name.into(), Some(Format::Null));
+        rig.daemon.disk_add(DiskSpec { name, format, size: Some(MIB), ..DiskSpec::default() })
+    };
+    for name in ["-", "--help", "-x", ".", "..", "...", ""] {
+        for refused in [disk(name), rig.daemon.export_add(rig.spec(name))] {
+            let e = refused.unwrap_err();
+            assert!(e.kind() == Kind::Invalid && e.to_string().contains("letter"), "{name:?}: {e}");
+        }
+    }
+    for name in ["a-", ".hidden", "_", "1", "a..b"] {
+        disk(name).unwrap();
+    }
+    rig.export(".e");
+}

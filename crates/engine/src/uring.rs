@@ -17,6 +17,8 @@ use vshunt_sandbox as sandbox;
 
 /// Operations that fit between two enters. For more, an extra enter is made.
 const SQ_ENTRIES: u32 = 256;
+/// Operations of devices that one enter submits.
+const DEVICE_BATCH: u32 = 8;
 /// Completions that fit before the kernel puts them on its overflow list.
 const CQ_ENTRIES: u32 = 1024;
 /// Fixed files of a worker. Each disk takes at most two.
@@ -118,6 +120,8 @@ pub struct Uring {
     free: Vec<u32>,
     /// Operations that are pushed and not completed, for draining.
     pending: u64,
+    /// Operations for devices that were pushed since the last enter.
+    for_devices: u32,
     /// Completions of operations that a system call did at once; see [`done`](Self::done).
     at_once: Vec<Completion>,
     /// Completions of the worker's next iteration; see [`defer`](Self::defer).
@@ -166,6 +170,7 @@ impl Uring {
             files: HashMap::new(),
             free,
             pending: 0,
+            for_devices: 0,
             at_once: Vec::new(),
             deferred: Vec::new(),
             stale: false,
@@ -239,6 +244,17 @@ impl Uring {
         unsafe { self.push_wide(entry.into(), token) }
     }
 
+    /// Tells that a device does the operation that was pushed last. After [`DEVICE_BATCH`] of them
+    /// they are submitted, so that the device begins while the next requests are taken: the kernel
+    /// passes on what one enter submits only at the end of it.
+    #[inline]
+    pub fn pushed_for_device(&mut self) {
+        self.for_devices += 1;
+        if self.for_devices == DEVICE_BATCH {
+            self.submit_pushed();
+        }
+    }
+
     /// Queues an entry of 128 bytes, like [`push`](Self::push).
     ///
     /// # Safety
@@ -259,16 +275,24 @@ impl Uring {
     /// Submits the pushed operations, so that more fit.
     #[cold]
     fn make_room(&mut self) {
-        let Err(e) = self.io.submit() else { return };
+        if !self.submit_pushed() {
+            // The kernel has no room until completions are taken. An enter with GETEVENTS moves
+            // them to its overflow list.
+            let _ = self.io.submitter().submit_and_wait(0);
+        }
+    }
+
+    /// Submits the pushed operations. Returns false if the kernel takes none now.
+    fn submit_pushed(&mut self) -> bool {
+        self.for_devices = 0;
+        let Err(e) = self.io.submit() else { return true };
         if !passing(&e) {
             // Operations on the ring can be neither served nor returned: see `pool`, at the error
             // of an enter.
             tracing::error!("a worker's io_uring failed ({e}); ending at once");
             std::process::abort();
         }
-        // The kernel has no room until completions are taken. An enter with GETEVENTS moves them to
-        // its overflow list.
-        let _ = self.io.submitter().submit_and_wait(0);
+        false
     }
 
     /// Asks for a completion for each event of a pollable file, until [`cancel`](Self::cancel).
@@ -434,6 +458,7 @@ impl Uring {
     /// Submits the pushed operations and collects completions. Waits for one completion if `wait`.
     /// Returns how many operations were submitted.
     pub(super) fn enter(&mut self, wait: bool) -> io::Result<usize> {
+        self.for_devices = 0;
         let flag_alone = self.io.submission().is_empty();
         let wait = wait && self.at_once.is_empty() && self.deferred.is_empty();
         let submitted = match self.io.submitter().submit_and_wait(usize::from(wait)) {
@@ -448,6 +473,7 @@ impl Uring {
     /// Sleeps until there is a completion, or for at most `limit`. Returns false if the limit ended
     /// the sleep.
     pub(super) fn wait(&mut self, limit: Option<std::time::Duration>) -> io::Result<bool> {
+        self.for_devices = 0;
         let Some(limit) = limit.filter(|_| self.at_once.is_empty() && self.deferred.is_empty()) else {
             return self.enter(true).map(|_| true);
         };
@@ -573,6 +599,35 @@ mod tests {
         uring.run_until_idle(|_, token, result| seen.push((token, result))).unwrap();
         assert_eq!(seen, [(token(0), 0), (token(1), -1), (token(2), -2)]);
         assert!(uring.pending() == 0 && !uring.has_completions());
+    }
+
+    #[test]
+    fn operations_of_devices_are_submitted_in_batches() {
+        let mut uring = Uring::new().unwrap();
+        let push = |uring: &mut Uring| {
+            // SAFETY: a no-op names no memory.
+            unsafe { uring.push(opcode::Nop::new().build(), Token::unpack(0)) };
+        };
+        let push_for_device = |uring: &mut Uring| {
+            push(uring);
+            uring.pushed_for_device();
+            uring.io.submission().len()
+        };
+        let left: Vec<_> = (0..16).map(|_| push_for_device(&mut uring)).collect();
+        assert_eq!(left, [1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0]);
+        // After an enter, the device has all that was pushed, and a batch begins.
+        assert_eq!(push_for_device(&mut uring), 1);
+        uring.enter(false).unwrap();
+        let left: Vec<_> = (0..8).map(|_| push_for_device(&mut uring)).collect();
+        assert_eq!(left, [1, 2, 3, 4, 5, 6, 7, 0]);
+        // Other operations do not count, and go with them.
+        (0..20).for_each(|_| push(&mut uring));
+        assert_eq!(uring.io.submission().len(), 20);
+        let left: Vec<_> = (0..8).map(|_| push_for_device(&mut uring)).collect();
+        assert_eq!(left, [21, 22, 23, 24, 25, 26, 27, 0]);
+        let mut seen = 0;
+        uring.run_until_idle(|_, _, _| seen += 1).unwrap();
+        assert_eq!(seen, 16 + 1 + 8 + 20 + 8);
     }
 
     #[test]

@@ -8,7 +8,7 @@ mod packet;
 mod tap;
 
 pub use self::packet::{Inbox, Outbox, PacketSocket};
-pub use self::tap::{VNET_HEADER, open_tap};
+pub use self::tap::{VNET_HEADER, open_tap, steer_to_first};
 
 use std::os::fd::AsFd;
 

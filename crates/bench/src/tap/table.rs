@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::SEED;
+use super::{READ, SEED, STEERED};
 use crate::report::Machine;
 
 /// One figure.
@@ -32,7 +32,7 @@ impl Figure {
 /// One direction.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// `read` or `write`.
+    /// `read`, `write`, or `write, steered`: with a steering program.
     pub what: &'static str,
     /// One figure for each number of queues.
     pub figures: Vec<Figure>,
@@ -59,7 +59,7 @@ pub struct Table {
     pub senders: u16,
     /// Length of each measurement in seconds.
     pub seconds: f64,
-    /// `read`, `write`.
+    /// One for each direction, and the writes with a steering program.
     pub rows: Vec<Row>,
 }
 
@@ -81,7 +81,7 @@ impl Table {
         );
         for row in &self.rows {
             match row.what {
-                "read" => self.read(&mut out, row),
+                READ => self.read(&mut out, row),
                 _ => Self::write(&mut out, row),
             }
         }
@@ -113,7 +113,8 @@ impl Table {
     }
 
     fn write(out: &mut String, row: &Row) {
-        let _ = writeln!(out, "into its queues, a thread each that only writes");
+        let steered = if row.what == STEERED { "; the tap has a steering program" } else { "" };
+        let _ = writeln!(out, "into its queues, a thread each that only writes{steered}");
         let _ = writeln!(out, "{:>6} {:>8} {:>8} {:>13}", "queues", "kpps", "gain", "CPU ns/frame");
         for figure in &row.figures {
             let _ = writeln!(out, "{}", columns(row, figure));
@@ -123,7 +124,7 @@ impl Table {
     /// Adds a note if the machine has too few CPUs.
     fn note_cpus(&self, out: &mut String) {
         for row in &self.rows {
-            let more = if row.what == "read" { usize::from(self.senders) } else { 0 };
+            let more = if row.what == READ { usize::from(self.senders) } else { 0 };
             let fit = |f: &&Figure| usize::from(f.queues) + more <= self.machine.cpus;
             if let Some(figure) = row.figures.iter().find(|f| !fit(f)) {
                 let senders = if more > 0 { format!(" and {more} that send") } else { String::new() };
@@ -135,7 +136,7 @@ impl Table {
                 );
             }
         }
-        if self.rows.iter().any(|row| row.what == "read") {
+        if self.rows.iter().any(|row| row.what == READ) {
             out.push_str(
                 "The seed was measured on another machine: compare shapes and ratios, not numbers.\n",
             );
@@ -162,6 +163,7 @@ mod tests {
         let rows = vec![
             Row { what: "read", figures: vec![figure(1, 2_000_000), figure(2, 5_000_000)] },
             Row { what: "write", figures: vec![figure(2, 4_000_000)] },
+            Row { what: STEERED, figures: vec![figure(2, 4_000_000)] },
         ];
         let machine = Machine { cpus: 2, cpu: None, kernel: "6".into() };
         let table = Table { machine, size: 64, flows: 64, senders: 1, seconds: 2.0, rows };
@@ -169,6 +171,7 @@ mod tests {
         assert!(text.contains("+150 %") && text.contains("+135 %") && text.contains("1926"), "{text}");
         assert!(text.contains("read: 2 CPUs are too few for 2 threads of queues and 1 that send"), "{text}");
         assert!(!text.contains("write: 2 CPUs"), "{text}");
+        assert!(text.contains("only writes; the tap has a steering program"), "{text}");
         let json = table.json();
         assert_eq!(json["rows"][0]["figures"][0]["cpu_ns"], 500.0);
         assert_eq!(json["seed"][3]["kpps"], 3536);

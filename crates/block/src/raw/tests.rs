@@ -3,6 +3,7 @@ use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::process::Command;
 
 use tempfile::TempDir;
+use vshunt_engine::{Token, Uring};
 use vshunt_types::error::Kind as ErrorKind;
 use vshunt_types::spec::{Cache, Direct, DiskSpec};
 
@@ -138,6 +139,50 @@ fn unaligned_requests_go_in_shorter_pieces_when_there_are_many() {
         }
     }
     assert!(rig.read(0, SIZE as usize) == data);
+}
+
+#[test]
+fn direct_requests_reach_the_device_in_batches() {
+    let dir = scratch("/var/tmp");
+    let path = image(&dir, "disk.img", SIZE);
+    for (direct, sent) in [(Direct::Auto, [0, 8, 16]), (Direct::Off, [0, 0, 0])] {
+        let mut rig = Rig::new(&DiskSpec { direct, ..raw_spec(&path) });
+        if rig.disk().path() == "inline" || (direct == Direct::Auto && !rig.disk().direct_in_use()) {
+            eprintln!("skipped: direct I/O, which /var/tmp does not have");
+            continue;
+        }
+        // What the kernel has taken: the head of the submission queue.
+        let info = format!("/proc/self/fdinfo/{}", rig.uring.id());
+        let taken = || {
+            let text = std::fs::read_to_string(&info).unwrap();
+            let head = text.lines().find_map(|line| line.strip_prefix("SqHead:")).unwrap();
+            head.trim().parse::<u32>().unwrap()
+        };
+        let room = AlignedBuf::new(16 << 12).unwrap();
+        let mut ios: Box<[Io]> = (0..16).map(|_| Io::default()).collect();
+        let before = taken();
+        let mut seen = vec![0];
+        for (i, io) in (0..).zip(ios.iter_mut()) {
+            io.reset(Op::Read, i << 12, false);
+            // SAFETY: `room` and `ios` live until the ring is idle, below.
+            unsafe { io.push(room.ptr().wrapping_add((i as usize) << 12), 4096) };
+            let token = Token { index: 0, generation: 0, slot: i as u16, op: 0 };
+            assert!(matches!(rig.handle.start(&mut rig.uring, io, token), Step::Wait));
+            if i % 8 == 7 {
+                seen.push(taken() - before);
+            }
+        }
+        assert_eq!(seen, sent, "direct {direct:?}");
+        let handle = &rig.handle;
+        let mut done = 0;
+        let finish = |uring: &mut Uring, token: Token, res| {
+            let step = handle.resume(uring, &mut ios[usize::from(token.slot)], token, res);
+            assert!(matches!(step, Step::Done(0)));
+            done += 1;
+        };
+        rig.uring.run_until_idle(finish).unwrap();
+        assert_eq!(done, 16);
+    }
 }
 
 #[test]

@@ -106,6 +106,9 @@ impl Raw {
         // - the zeroes: they belong to `self`, and the handle has a reference to it until the queue
         //   has drained.
         unsafe { uring.push(entry, token) };
+        if self.direct && !io.state.buffered {
+            uring.pushed_for_device();
+        }
         Step::Wait
     }
 

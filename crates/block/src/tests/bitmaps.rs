@@ -42,7 +42,7 @@ const IN_USE: u32 = flag::IN_USE | flag::AUTO;
 
 #[test]
 fn the_tracker_of_writes_puts_bitmaps_back() {
-    let dir = scratch(".");
+    let dir = scratch("/var/tmp");
     let spec = bitmapped(&dir);
     let mut rig = Rig::new(&spec);
     assert_eq!(in_file(&spec), [("on".to_owned(), IN_USE), ("off".to_owned(), flag::IN_USE)]);
@@ -75,7 +75,7 @@ fn the_tracker_of_writes_puts_bitmaps_back() {
 
 #[test]
 fn untracked_writes_make_bitmaps_inconsistent() {
-    let dir = scratch(".");
+    let dir = scratch("/var/tmp");
     let spec = bitmapped(&dir);
     let mut rig = Rig::new(&spec);
     assert_eq!(rig.write(0, &[7; 4096]), 0);

@@ -38,6 +38,15 @@ impl Leak {
             }
         }
     }
+
+    /// Returns how far it is ahead.
+    fn level(&self, now: Ticks) -> Ticks {
+        self.empty_at.load(Acquire).saturating_sub(now)
+    }
+
+    fn set_level(&self, level: Ticks, now: Ticks) {
+        self.empty_at.store(now.saturating_add(level), Release);
+    }
 }
 
 /// The bucket of one rate, with the semantics of QEMU's throttling.
@@ -45,8 +54,8 @@ impl Leak {
 pub(super) struct Bucket {
     /// Ticks that a unit costs, times 2^[`FRACTION_BITS`].
     unit_cost: u64,
-    /// What a member buys at a time.
-    share: Ticks,
+    /// What a small request costs. A share is at least that.
+    usual_cost: Ticks,
     /// Leaks at the average rate.
     average: Leak,
     /// Leaks at the rate of the burst. With it: what a tick of the average costs there, times 2^32.
@@ -54,19 +63,17 @@ pub(super) struct Bucket {
 }
 
 impl Bucket {
-    /// Makes an empty bucket. `usual_units`: units of a small request. `is_shared`: it has more
-    /// than one member.
-    pub(super) fn new(rate: Rate, usual_units: u64, is_shared: bool) -> Self {
+    /// Makes an empty bucket. `usual_units`: units of a small request.
+    pub(super) fn new(rate: Rate, usual_units: u64) -> Self {
         let average = rate.average.max(1);
         let unit_cost = (u128::from(TICKS_PER_S) << FRACTION_BITS) / u128::from(average);
         let mut bucket = Self {
             unit_cost: u64::try_from(unit_cost).unwrap_or(u64::MAX),
-            share: 0,
+            usual_cost: 0,
             average: Leak::new(0),
             burst: None,
         };
-        let share = if is_shared { SHARED_SHARE_TICKS } else { SHARE_TICKS };
-        bucket.share = share.max(bucket.cost(usual_units));
+        bucket.usual_cost = bucket.cost(usual_units);
         let slack = TICKS_PER_S / 1000 * SLACK_MS;
         if rate.burst == 0 {
             bucket.average = Leak::new(slack);
@@ -88,6 +95,37 @@ impl Bucket {
     pub(super) fn cost(&self, units: u64) -> Ticks {
         let ticks = (u128::from(units) * u128::from(self.unit_cost)) >> FRACTION_BITS;
         u64::try_from(ticks).unwrap_or(COST_MAX).min(COST_MAX)
+    }
+
+    /// Returns what a member buys at a time. `is_shared`: there is more than one member.
+    fn share(&self, is_shared: bool) -> Ticks {
+        let share = if is_shared { SHARED_SHARE_TICKS } else { SHARE_TICKS };
+        share.max(self.usual_cost)
+    }
+
+    /// Takes over the level of the bucket that it replaces: the units that were used, as far as
+    /// they fit. `unused`: what members have bought there and do not take with them.
+    ///
+    /// A bucket is fuller than it may be when a request was larger than the room in it. That debt
+    /// stays the same number of units. But what a share alone adds never lasts longer than before,
+    /// because a share is short only at its own rate.
+    pub(super) fn take_level(&self, old: &Self, unused: Ticks, is_shared: bool, now: Ticks) {
+        let used = old.average.level(now).saturating_sub(unused);
+        let within = self.converted(used.min(old.average.ahead), old).min(self.average.ahead);
+        let beyond = used.saturating_sub(old.average.ahead);
+        let of_share = beyond.min(old.share(is_shared));
+        let beyond = self.converted(of_share, old).min(of_share) + self.converted(beyond - of_share, old);
+        self.average.set_level(within.saturating_add(beyond), now);
+        if let (Some((new, _)), Some((old, _))) = (&self.burst, &old.burst) {
+            new.set_level(old.level(now).min(new.ahead), now);
+        }
+    }
+
+    /// Returns what those units cost here that cost `ticks` in the bucket `old`.
+    fn converted(&self, ticks: Ticks, old: &Self) -> Ticks {
+        let units = u128::from(ticks) * u128::from(self.unit_cost);
+        let ticks = units.checked_div(u128::from(old.unit_cost)).unwrap_or(0);
+        u64::try_from(ticks).unwrap_or(AHEAD_MAX).min(AHEAD_MAX)
     }
 
     /// Sells `amount` of its time. Returns when the buyer may use it.
@@ -118,6 +156,19 @@ pub(super) struct Account {
 }
 
 impl Account {
+    /// Makes the account for a bucket that replaces `old`: with the same debt in units.
+    pub(super) fn carried(&self, bucket: &Bucket, old: &Bucket) -> Self {
+        let debt = self.credit.load(Acquire).min(0).unsigned_abs();
+        let credit = -bucket.converted(debt, old).min(COST_MAX).cast_signed();
+        Self { credit: AtomicI64::new(credit), ..Self::default() }
+    }
+
+    /// Returns how much was bought and not used.
+    pub(super) fn unused(&self) -> Ticks {
+        let at_least_zero = |ticks: &AtomicI64| ticks.load(Acquire).max(0).unsigned_abs();
+        at_least_zero(&self.credit).saturating_add(at_least_zero(&self.bought))
+    }
+
     /// Returns when a request may pass, `now` if at once. Buys a share if there is no credit.
     ///
     /// Two workers may buy at the same time. The member then has one share more, and uses it.
@@ -128,6 +179,7 @@ impl Account {
 
     #[cold]
     fn refill(&self, bucket: &Bucket, is_shared: bool, now: Ticks) -> Ticks {
+        let share = bucket.share(is_shared);
         for nth in 0..SHARES_AT_ONCE {
             let mut credit = self.credit.load(Acquire);
             if self.bought.load(Acquire) > 0 {
@@ -138,7 +190,7 @@ impl Account {
                 let bought = self.bought.swap(0, AcqRel);
                 credit = self.credit.fetch_add(bought, AcqRel) + bought;
                 if credit > 0 && is_shared {
-                    self.buy(bucket, bucket.share, now);
+                    self.buy(bucket, share, now);
                 }
             }
             if credit > 0 {
@@ -146,8 +198,8 @@ impl Account {
             }
             // A debt is paid at once if no other member waits for that. Otherwise it is paid in
             // parts between which the others have their turn.
-            let need = credit.unsigned_abs().saturating_add(bucket.share);
-            let amount = if is_shared { need.min(bucket.share.saturating_mul(1 << nth)) } else { need };
+            let need = credit.unsigned_abs().saturating_add(share);
+            let amount = if is_shared { need.min(share.saturating_mul(1 << nth)) } else { need };
             self.buy(bucket, amount, now);
         }
         now + RETRY_TICKS

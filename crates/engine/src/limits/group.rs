@@ -1,13 +1,13 @@
 //! A group, its members, and the place where queues find the member of their export.
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex};
 
 use vshunt_types::sync::Locked;
 
 use super::bucket::{Account, Bucket, COST_MAX};
-use super::{Direction, RETRY_TICKS, RateSet, Rates, TURN_TICKS, Ticks};
+use super::{Direction, RETRY_TICKS, RateSet, Rates, TURN_TICKS, Ticks, now};
 
 /// Bytes of a request that counts as small.
 const USUAL_BYTES: u64 = 4096;
@@ -23,9 +23,13 @@ struct Buckets {
 }
 
 impl Buckets {
-    fn new(rates: &RateSet, usual_units: u64, is_shared: bool) -> Self {
-        let bucket = |rate| Bucket::new(rate, usual_units, is_shared);
+    fn new(rates: &RateSet, usual_units: u64) -> Self {
+        let bucket = |rate| Bucket::new(rate, usual_units);
         Self { total: rates.total.map(bucket), read: rates.read.map(bucket), write: rates.write.map(bucket) }
+    }
+
+    fn each(&self) -> [&Option<Bucket>; 3] {
+        [&self.total, &self.read, &self.write]
     }
 }
 
@@ -37,25 +41,96 @@ struct Accounts {
     write: Account,
 }
 
-/// Limits that one export has, or several share. It does not change: other limits are another
-/// group.
+impl Accounts {
+    fn each(&self) -> [&Account; 3] {
+        [&self.total, &self.read, &self.write]
+    }
+
+    /// Makes the accounts for buckets that replace `old`. A limit that is new begins without debt.
+    fn carried(&self, buckets: &Buckets, old: &Buckets) -> Self {
+        let carried = |account: &Account, new: &Option<Bucket>, old: &Option<Bucket>| match (new, old) {
+            (Some(new), Some(old)) => account.carried(new, old),
+            _ => Account::default(),
+        };
+        Self {
+            total: carried(&self.total, &buckets.total, &old.total),
+            read: carried(&self.read, &buckets.read, &old.read),
+            write: carried(&self.write, &buckets.write, &old.write),
+        }
+    }
+}
+
+/// Limits that one export has, or several share. Its rates do not change: [`changed`] makes the
+/// group that replaces it.
+///
+/// [`changed`]: Self::changed
 #[derive(Debug)]
 pub struct LimitGroup {
     operations: Buckets,
     bytes: Buckets,
     operation_bytes: u64,
-    is_shared: bool,
+    /// Whether it has more than one member.
+    is_shared: AtomicBool,
 }
 
 impl LimitGroup {
     /// Makes a group whose buckets are empty. `is_shared`: it has more than one member.
     pub fn new(rates: &Rates, is_shared: bool) -> Arc<Self> {
         Arc::new(Self {
-            operations: Buckets::new(&rates.operations, 1, is_shared),
-            bytes: Buckets::new(&rates.bytes, USUAL_BYTES, is_shared),
+            operations: Buckets::new(&rates.operations, 1),
+            bytes: Buckets::new(&rates.bytes, USUAL_BYTES),
             operation_bytes: rates.operation_bytes,
-            is_shared,
+            is_shared: AtomicBool::new(is_shared),
         })
+    }
+
+    /// Says whether it has more than one member. The levels of its buckets stay.
+    pub fn set_shared(&self, is_shared: bool) {
+        self.is_shared.store(is_shared, Relaxed);
+    }
+
+    /// Makes the group that replaces this one, with other rates, and gives it to its members, whose
+    /// cells are `cells`. What was used stays in a bucket, as far as it fits. A rate that this
+    /// group does not have begins with an empty bucket.
+    ///
+    /// What queues take meanwhile, until they see the change, is not counted: some requests at
+    /// most.
+    pub fn changed<'a>(
+        &self,
+        rates: &Rates,
+        cells: impl IntoIterator<Item = &'a Arc<LimitCell>>,
+    ) -> Arc<Self> {
+        let (cells, members): (Vec<_>, Vec<_>) =
+            cells.into_iter().filter_map(|cell| Some((cell, cell.member()?))).unzip();
+        let (group, members) = self.changed_at(rates, &members, now());
+        for (cell, member) in cells.into_iter().zip(members) {
+            cell.set(Some(member));
+        }
+        group
+    }
+
+    /// Returns the group that replaces this one, and the members that replace `members`.
+    pub(super) fn changed_at(
+        &self,
+        rates: &Rates,
+        members: &[Arc<LimitMember>],
+        now: Ticks,
+    ) -> (Arc<Self>, Vec<Arc<LimitMember>>) {
+        let is_shared = self.is_shared.load(Relaxed);
+        let group = Self::new(rates, is_shared);
+        let take = |new: &Buckets, old: &Buckets, of: fn(&LimitMember) -> &Accounts| {
+            for (nth, (new, old)) in new.each().into_iter().zip(old.each()).enumerate() {
+                if let (Some(new), Some(old)) = (new, old) {
+                    let unused =
+                        members.iter().filter_map(|member| of(member).each().get(nth).map(|a| a.unused()));
+                    new.take_level(old, unused.fold(0, Ticks::saturating_add), is_shared, now);
+                }
+            }
+        };
+        take(&group.operations, &self.operations, |member| &member.operations);
+        take(&group.bytes, &self.bytes, |member| &member.bytes);
+        let members = members.iter().map(|member| member.carried(&group)).collect();
+        (group, members)
     }
 
     /// Returns what a request costs in a bucket of operations.
@@ -109,13 +184,25 @@ impl Waiter {
 impl LimitMember {
     /// Makes a member of `queues` queues. A queue pair of a network counts as two.
     pub fn new(group: Arc<LimitGroup>, queues: u16) -> Arc<Self> {
-        Arc::new(Self {
+        Arc::new(Self::unshared(group, queues))
+    }
+
+    fn unshared(group: Arc<LimitGroup>, queues: u16) -> Self {
+        Self {
             group,
             operations: Accounts::default(),
             bytes: Accounts::default(),
             waiters: (0..queues).map(|_| Waiter::default()).collect(),
             owner: AtomicU32::new(NOBODY),
-        })
+        }
+    }
+
+    /// Makes the member that replaces this one, in a group that replaces its group.
+    fn carried(&self, group: &Arc<LimitGroup>) -> Arc<Self> {
+        let queues = u16::try_from(self.waiters.len()).unwrap_or(u16::MAX);
+        let operations = self.operations.carried(&group.operations, &self.group.operations);
+        let bytes = self.bytes.carried(&group.bytes, &self.group.bytes);
+        Arc::new(Self { operations, bytes, ..Self::unshared(group.clone(), queues) })
     }
 
     /// Calls `f` with each account that a request of a direction uses, its bucket, and the cost of
@@ -152,7 +239,7 @@ impl LimitMember {
         if !self.may_try(queue, now) {
             return Err(self.wait(queue, now, now + RETRY_TICKS));
         }
-        let (mut until, is_shared) = (now, self.group.is_shared);
+        let (mut until, is_shared) = (now, self.group.is_shared.load(Relaxed));
         self.each(direction, 0, |account, bucket, _| {
             until = until.max(account.ready(bucket, is_shared, now));
         });

@@ -1,5 +1,7 @@
 //! Tests in simulated time: members and queues ask when a real worker would.
 
+use std::sync::Arc;
+
 use super::*;
 
 fn rate(average: u64) -> Option<Rate> {
@@ -358,5 +360,122 @@ fn a_queue_that_drops_and_one_that_waits_take_turns() {
         run(&mut sources, 15_000);
         let ms = (16 * TICKS_PER_S - begin) / TICKS_PER_MS;
         close(sources[1].requests - before, average * ms / 1000, 5);
+    }
+}
+
+/// Requests of one queue from the start on, while `each` may change the member each 100 ms.
+fn churned(
+    mut member: Arc<LimitMember>,
+    ms: u64,
+    mut each: impl FnMut(&Arc<LimitMember>, Ticks) -> Arc<LimitMember>,
+) -> u64 {
+    let (mut requests, mut wakes_at) = (0, TICKS_PER_S);
+    for step in (0..ms).step_by(100) {
+        member = each(&member, TICKS_PER_S + step * TICKS_PER_MS);
+        let mut source = Source { wakes_at, ..Source::new(&member, 0) };
+        run(std::slice::from_mut(&mut source), step + 100);
+        requests += source.requests;
+        wakes_at = source.wakes_at;
+    }
+    requests
+}
+
+/// Sets other rates of a group of one member, which is returned.
+fn changed(
+    group: &mut Arc<LimitGroup>,
+    member: &Arc<LimitMember>,
+    rates: &Rates,
+    now: Ticks,
+) -> Arc<LimitMember> {
+    let (new, mut members) = group.changed_at(rates, std::slice::from_ref(member), now);
+    *group = new;
+    members.pop().unwrap()
+}
+
+#[test]
+fn members_that_come_and_go_and_rates_that_change_give_no_burst() {
+    let burst = |average| operations(Some(Rate { average, burst: 2000, burst_seconds: 2 }));
+    // The bucket has room for 2000 x 2.
+    let wanted = 4000 + 10 * 100;
+    let group = LimitGroup::new(&burst(100), false);
+    let mut is_shared = false;
+    let requests = churned(LimitMember::new(group.clone(), 1), 10_000, |member, _| {
+        is_shared = !is_shared;
+        group.set_shared(is_shared);
+        member.clone()
+    });
+    close(requests, wanted, 3);
+    // 90 and 110 by turns.
+    let (mut group, mut average) = (LimitGroup::new(&burst(90), false), 90);
+    let requests = churned(LimitMember::new(group.clone(), 1), 10_000, |member, now| {
+        average = 200 - average;
+        changed(&mut group, member, &burst(average), now)
+    });
+    close(requests, wanted, 3);
+    // Without a burst, and with debts: each request is one of a second.
+    let mut group = LimitGroup::new(&bytes(rate(4000)), false);
+    let mut size = 4000;
+    let requests = churned(LimitMember::new(group.clone(), 1), 20_000, |member, now| {
+        size = 8100 - size;
+        changed(&mut group, member, &bytes(rate(size)), now)
+    });
+    assert!(requests.abs_diff(20) <= 2, "{requests}");
+}
+
+#[test]
+fn other_rates_hold_at_once() {
+    let plain = |average| Rate { average, ..Rate::default() };
+    let full = Rate { average: 10, burst: 5000, burst_seconds: 2 };
+    for (before, after, wanted) in [
+        // What is in the bucket is more than the new one has room for.
+        (full, plain(100), 10 * 100),
+        // The new one has room for 10000 more.
+        (full, Rate { average: 10, burst: 10_000, burst_seconds: 2 }, 10_000 + 10 * 10),
+        (plain(1), plain(50_000), 10 * 50_000),
+        // What was bought in advance is 1000 times as much there.
+        (plain(1_000_000), plain(1000), 10 * 1000),
+        (plain(1000), plain(1_000_000), 10 * 1_000_000),
+    ] {
+        for is_shared in [false, true] {
+            let mut group = LimitGroup::new(&operations(Some(before)), is_shared);
+            let member = LimitMember::new(group.clone(), 1);
+            run(&mut [Source::new(&member, 0)], 3000);
+            let now = TICKS_PER_S + 3000 * TICKS_PER_MS;
+            let member = changed(&mut group, &member, &operations(Some(after)), now);
+            let mut sources = [Source { wakes_at: now, ..Source::new(&member, 0) }];
+            run(&mut sources, 3100);
+            let soon = wanted / 10 + after.burst * 2;
+            assert!(sources[0].requests <= soon, "{before:?} {after:?}: {}", sources[0].requests);
+            run(&mut sources, 13_000);
+            close(sources[0].requests, wanted, 3);
+        }
+    }
+}
+
+#[test]
+fn a_debt_is_the_same_number_of_bytes_after_a_change() {
+    let now = TICKS_PER_S + 1000 * TICKS_PER_MS;
+    for is_shared in [false, true] {
+        let mut group = LimitGroup::new(&bytes(rate(1000)), is_shared);
+        let member = LimitMember::new(group.clone(), 1);
+        let mut sources = [Source { bytes: 1_000_000, ..Source::new(&member, 0) }];
+        run(&mut sources, 1000);
+        assert_eq!(sources[0].requests, 1);
+        let faster = changed(&mut group, &member, &bytes(rate(100_000)), now);
+        let mut sources = [Source { wakes_at: now, ..Source::new(&faster, 0) }];
+        // 10 s for the debt.
+        run(&mut sources, 10_000);
+        let early = sources[0].requests;
+        assert!(early <= 2, "{early}");
+        run(&mut sources, 16_000);
+        close(sources[0].requests - early, 5 * 100_000 / 4096, 15);
+    }
+    // The extremes do not overflow.
+    for (before, after) in [(1, u64::MAX), (u64::MAX, 1), (1, 2)] {
+        let mut group = LimitGroup::new(&bytes(rate(before)), true);
+        let member = LimitMember::new(group.clone(), 1);
+        run(&mut [Source { bytes: u64::MAX, ..Source::new(&member, 0) }], 10);
+        let member = changed(&mut group, &member, &bytes(rate(after)), now);
+        run(&mut [Source { bytes: u64::MAX, wakes_at: now, ..Source::new(&member, 0) }], 1010);
     }
 }

@@ -18,6 +18,10 @@ use crate::abi::{
 };
 use vshunt_types::convert::{at_most, len_u32, to_usize};
 
+/// Bytes of a fallocate(2) that limits count at most: those of the longest WRITE_ZEROES of a guest.
+/// So the debt of one request has a bound, although the kernel passes on any length.
+const ZEROED_BYTES_MAX: u64 = 2 << 30;
+
 /// Requests that get no reply.
 fn is_silent(opcode: u32) -> bool {
     matches!(opcode, op::FORGET | op::BATCH_FORGET | op::INTERRUPT)
@@ -41,6 +45,15 @@ pub(super) enum Change {
         offset: u64,
         len: u64,
     },
+}
+
+/// What a fallocate(2) does.
+struct Allocation {
+    change: Change,
+    /// There is nothing to do.
+    is_empty: bool,
+    /// How long the file must be before, if it is not.
+    end: Option<u64>,
 }
 
 /// What to do when the operation or task of a slot has completed.
@@ -92,16 +105,29 @@ impl<T: QueueTransport> FuseQueue<T> {
 
     /// Charges the limits with a request that begins.
     pub(super) fn charge(&self, request: &Request) {
+        let args = &request.args;
+        let transfer = || TransferIn::read(args).map_or(0, |t| t.size.min(TRANSFER_BYTES_MAX).into());
         let (direction, bytes) = match request.header.opcode {
-            op::READ => (Direction::Read, TransferIn::read(&request.args).map(|t| u64::from(t.size))),
-            op::WRITE => (Direction::Write, TransferIn::read(&request.args).map(|t| u64::from(t.size))),
+            op::READ => (Direction::Read, transfer()),
+            op::WRITE => (Direction::Write, transfer()),
             op::FALLOCATE => {
-                let size = self.shared.size();
-                (Direction::Write, FallocateIn::read(&request.args).map(|what| what.length.min(size)))
+                (Direction::Write, FallocateIn::read(args).map_or(0, |what| self.zeroed_bytes(what)))
             }
             _ => return,
         };
-        self.limit.charge(direction, bytes.unwrap_or(0));
+        self.limit.charge(direction, bytes);
+    }
+
+    /// Returns how many bytes of a fallocate(2) the limits count: those that the storage may have
+    /// to write as zeroes. Space that is allocated or freed moves no data, and neither does a
+    /// request that is refused.
+    fn zeroed_bytes(&self, what: FallocateIn) -> u64 {
+        match self.allocation(what) {
+            Ok(Allocation { change: Change::Zero { len, unmap: false, .. }, .. }) => {
+                len.min(ZEROED_BYTES_MAX)
+            }
+            _ => 0,
+        }
     }
 
     /// Ends a request: replies 0, or a negative errno.
@@ -428,16 +454,27 @@ impl<T: QueueTransport> FuseQueue<T> {
     }
 
     fn fallocate(&mut self, uring: &mut Uring, place: Token, slot: u16, what: FallocateIn) {
+        match self.allocation(what) {
+            Err(errno) => self.end(uring, place, slot, errno),
+            Ok(Allocation { is_empty: true, .. }) => self.end(uring, place, slot, 0),
+            Ok(Allocation { end: Some(end), change, .. }) => self.lengthen(slot, end, change),
+            Ok(Allocation { change, .. }) => self.change(uring, place, slot, change),
+        }
+    }
+
+    /// Returns what a fallocate(2) does.
+    ///
+    /// # Errors
+    /// A negative errno if it is refused.
+    fn allocation(&self, what: FallocateIn) -> Result<Allocation, i32> {
         const KEEP: i32 = libc::FALLOC_FL_KEEP_SIZE;
         const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | KEEP;
         const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE;
         let FallocateIn { offset, length, mode, .. } = what;
         let (mode, size) = (mode.cast_signed(), self.shared.size());
-        let Some(end) = offset.checked_add(length) else {
-            return self.end(uring, place, slot, -libc::EFBIG);
-        };
+        let end = offset.checked_add(length).ok_or(-libc::EFBIG)?;
         if !self.shared.writable {
-            return self.end(uring, place, slot, -libc::EROFS);
+            return Err(-libc::EROFS);
         }
         let keeps = mode & KEEP != 0;
         let len = if keeps { length.min(size.saturating_sub(offset)) } else { length };
@@ -445,13 +482,13 @@ impl<T: QueueTransport> FuseQueue<T> {
             0 => Change::Allocate { offset, len },
             ZERO => Change::Zero { offset, len, unmap: false },
             _ if mode == PUNCH => Change::Zero { offset, len, unmap: true },
-            _ => return self.end(uring, place, slot, -libc::EOPNOTSUPP),
+            _ => return Err(-libc::EOPNOTSUPP),
         };
+        let is_empty = len == 0;
         match () {
-            () if len == 0 => self.end(uring, place, slot, 0),
-            () if end <= size || keeps => self.change(uring, place, slot, change),
-            () if self.shared.growable => self.lengthen(slot, end, change),
-            () => self.end(uring, place, slot, -libc::ENOSPC),
+            () if is_empty || end <= size || keeps => Ok(Allocation { change, is_empty, end: None }),
+            () if self.shared.growable => Ok(Allocation { change, is_empty, end: Some(end) }),
+            () => Err(-libc::ENOSPC),
         }
     }
 

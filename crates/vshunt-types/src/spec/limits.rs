@@ -103,7 +103,7 @@ impl LimitKind {
     }
 
     /// Returns the kind that has a key. `None`: both have it.
-    fn of(key: &str) -> Option<Self> {
+    pub fn of(key: &str) -> Option<Self> {
         let has = |words: [&str; 3]| key.split('-').any(|word| words.contains(&word));
         match (has(["iops", "read", "write"]), has(["pps", "rx", "tx"])) {
             (true, _) => Some(Self::Disk),

@@ -104,7 +104,7 @@ pub(crate) enum Command {
     /// Show how long requests took, or reset that
     #[command(after_long_help = latency::AFTER)]
     Latency(latency::LatencyArgs),
-    /// Limit the operations and bytes per second of an export
+    /// Limit the operations, packets and bytes per second of an export
     #[command(after_long_help = limit::AFTER)]
     Limit(Box<limit::LimitArgs>),
     /// Add, remove and list disks
@@ -248,6 +248,9 @@ Columns:
 Queues that no guest has started are left out. A message below tells which queues
 moved to another worker. If the daemon ends, top waits for the next one. NO_COLOR
 or TERM=dumb in the environment: no colours.
+
+On a narrow terminal, long lists and names are cut (…), and some columns are left
+out. --once cuts nothing if stdout is no terminal.
 
 Examples:
   vshunt top

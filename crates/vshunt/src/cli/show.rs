@@ -22,19 +22,35 @@ use crate::outcome::one_line;
 type Title = &'static str;
 
 pub(crate) fn table<const N: usize>(titles: [Title; N], rows: impl Iterator<Item = [String; N]>) -> String {
+    let rows: Vec<_> = rows.map(|row| row.map(|cell| one_line(&cell).into_owned())).collect();
+    let widths = widths(titles, &rows);
+    aligned(titles, &rows, widths, 2)
+}
+
+/// Returns the characters that each column needs.
+pub(crate) fn widths<const N: usize>(titles: [Title; N], rows: &[[String; N]]) -> [usize; N] {
+    let title = |at: usize| titles[at].trim_start_matches('>').chars().count();
+    std::array::from_fn(|at| {
+        rows.iter().map(|row| row[at].chars().count()).chain([title(at)]).max().unwrap_or(0)
+    })
+}
+
+/// Returns a table with columns of these widths, `gap` spaces apart. A column of width 0 is left
+/// out. A cell that contains the end of a line would forge a row: the caller escapes it.
+pub(crate) fn aligned<const N: usize>(
+    titles: [Title; N],
+    rows: &[[String; N]],
+    widths: [usize; N],
+    gap: usize,
+) -> String {
     let head = titles.map(|t| t.trim_start_matches('>').to_owned());
-    // A name that contains the end of a line would forge a row.
-    let rows = rows.map(|row| row.map(|cell| one_line(&cell).into_owned()));
-    let rows: Vec<[String; N]> = std::iter::once(head).chain(rows).collect();
-    let width = |at: usize| rows.iter().map(|r| r[at].chars().count()).max().unwrap_or(0);
-    let widths: [usize; N] = std::array::from_fn(width);
     let mut out = String::new();
-    for row in &rows {
+    for row in std::iter::once(&head).chain(rows) {
         let mut line = String::new();
-        for ((cell, title), width) in row.iter().zip(titles).zip(widths) {
+        for ((cell, title), width) in row.iter().zip(titles).zip(widths).filter(|(_, width)| *width > 0) {
             let _ = match title.starts_with('>') {
-                true => write!(line, "{cell:>width$}  "),
-                false => write!(line, "{cell:<width$}  "),
+                true => write!(line, "{cell:>width$}{:gap$}", ""),
+                false => write!(line, "{cell:<width$}{:gap$}", ""),
             };
         }
         out.push_str(line.trim_end());

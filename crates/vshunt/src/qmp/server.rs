@@ -7,10 +7,13 @@
 //! | `ctl-N-out` | one for each client: writes |
 //! | any thread | [`Server::broadcast`], which formats nothing, waits for no client, and makes no blocking call |
 //!
-//! A client that does not read fills its own queue. If the queue is full, a reply blocks only the
-//! reader of that client, and an event disconnects it.
+//! A client that does not read fills its own [`Outbox`]. If that is full, the next command waits,
+//! which blocks only the reader of that client, and an event disconnects it.
 //!
-//! Lock: `clients`, held only for accesses to the map and for `try_send`.
+//! A client counts until both of its threads have ended. If there are too many, a new client
+//! replaces the one that has been waited for longest: see [`Clients::make_room`].
+//!
+//! Lock: `clients`, held only for accesses to the map, and to outboxes without waiting for them.
 
 use std::collections::HashMap;
 use std::io::{ErrorKind, IoSliceMut, Write};
@@ -19,10 +22,9 @@ use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
@@ -37,39 +39,90 @@ use super::context::Context;
 use super::framing::{Framer, QmpFrame};
 use super::message::{self, QmpError, Request};
 
-/// The most messages that wait for one client. Events come in bursts of one for each queue, and an
-/// export has up to 256 queues.
-const OUT_QUEUE: usize = 1024;
+mod outbox;
+
+use outbox::{Closed, Line, Outbox};
 
 /// The most clients at the same time. Each needs two threads, and a control socket has few clients.
 const CLIENTS_MAX: usize = 64;
 
+/// How long a client has to be waited for until a new one may replace it.
+const REPLACEABLE_AFTER: Duration = Duration::from_secs(1);
+
+/// How long a new client waits for the end of the threads of the one that it replaces.
+const REPLACING_TIME: Duration = Duration::from_secs(1);
+
+/// The time between two lines of the log about clients that were replaced.
+const LOG_PAUSE: Duration = Duration::from_secs(30);
+
 /// The time limit for sending the last replies and events when the daemon ends.
 const FLUSH_TIME: Duration = Duration::from_millis(500);
 
-type Line = Arc<str>;
-
 struct Client {
-    out: SyncSender<Line>,
-    stream: Arc<UnixStream>,
+    outbox: Outbox,
     /// Whether the client has negotiated. Other clients get no events.
-    negotiated: Arc<AtomicBool>,
+    negotiated: AtomicBool,
 }
 
 #[derive(Default)]
 struct Clients {
-    map: HashMap<u64, Client>,
+    map: HashMap<u64, Arc<Client>>,
     next: u64,
-    /// The number of writer threads that run.
-    writers: usize,
     /// Whether new clients are refused.
     closed: bool,
+    /// Clients that were replaced since the last line of the log about it.
+    replaced: u64,
+    /// The time of that line.
+    replaced_logged: Option<Instant>,
+}
+
+impl Clients {
+    /// Closes the connection of the client that has been waited for longest, for a second at least:
+    /// because it has not negotiated, has sent a part of a command, or does not read its answers.
+    /// Clients whose command runs or who wait for events stay. Returns whether there was one.
+    fn make_room(&mut self) -> bool {
+        let waited_for = |client: &Client| {
+            client.outbox.waited_for_since().filter(|since| since.elapsed() >= REPLACEABLE_AFTER)
+        };
+        let mut idle: Vec<_> =
+            self.map.iter().filter_map(|(id, c)| waited_for(c).map(|since| (since, *id, c))).collect();
+        idle.sort_unstable_by_key(|(since, id, _)| (*since, *id));
+        let dismissed = idle.into_iter().any(|(since, _, client)| {
+            let why = format!(
+                "too many control clients, and this one did nothing for {} s; send whole commands, and read the answers",
+                since.elapsed().as_secs()
+            );
+            client.outbox.dismiss(since, &message::reply(None, Err(QmpError::generic(why))))
+        });
+        self.replaced += u64::from(dismissed);
+        if dismissed && self.replaced_logged.is_none_or(|at| at.elapsed() >= LOG_PAUSE) {
+            tracing::warn!(
+                "too many control clients; the limit is {CLIENTS_MAX}, and {} that did nothing were replaced by others",
+                std::mem::take(&mut self.replaced)
+            );
+            self.replaced_logged = Some(Instant::now());
+        }
+        dismissed
+    }
+}
+
+/// The place of a client among all. Both threads of the client have it, and the last one frees it.
+struct Place {
+    shared: Arc<Shared>,
+    id: u64,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.shared.lock().map.remove(&self.id);
+        self.shared.gone.notify_all();
+    }
 }
 
 struct Shared {
     context: Context,
     clients: Mutex<Clients>,
-    /// Signals that a writer thread has ended.
+    /// Signals that the threads of a client have ended.
     gone: Condvar,
     /// An eventfd that is readable when the accept loop has to end.
     wake: rustix::fd::OwnedFd,
@@ -105,20 +158,13 @@ impl Server {
     /// Sends an event to every client that has negotiated. Never waits.
     pub(crate) fn broadcast(&self, line: String) {
         let line: Line = line.into();
-        self.shared.lock().map.retain(|id, client| {
-            if !client.negotiated.load(Ordering::Acquire) {
-                return true;
+        let clients = self.shared.lock();
+        for (id, client) in clients.map.iter().filter(|(_, c)| c.negotiated.load(Ordering::Acquire)) {
+            if !client.outbox.event(&line) {
+                tracing::warn!(client = id, "control client does not read; its connection is closed");
+                client.outbox.close();
             }
-            match client.out.try_send(Arc::clone(&line)) {
-                Ok(()) => true,
-                Err(TrySendError::Disconnected(_)) => false,
-                Err(TrySendError::Full(_)) => {
-                    tracing::warn!(client = id, "control client does not read; its connection is closed");
-                    let _ = client.stream.shutdown(Shutdown::Both);
-                    false
-                }
-            }
-        });
+        }
     }
 
     /// Takes no more commands, sends queued messages for at most [`FLUSH_TIME`], and closes all
@@ -127,21 +173,14 @@ impl Server {
         let _ = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
         let mut clients = self.shared.lock();
         clients.closed = true;
-        // Readers see the end of the stream. Writers end once the readers and the senders in the
-        // map are gone and the queue is empty.
-        let streams: Vec<Arc<UnixStream>> = clients
-            .map
-            .drain()
-            .map(|(_, client)| {
-                let _ = client.stream.shutdown(Shutdown::Read);
-                client.stream
-            })
-            .collect();
-        let waited = self.shared.gone.wait_timeout_while(clients, FLUSH_TIME, |c| c.writers > 0);
-        drop(waited);
-        for stream in streams {
-            let _ = stream.shutdown(Shutdown::Both);
+        // Readers see the end of the stream. Writers end once their reader has ended and no message
+        // is left.
+        for client in clients.map.values() {
+            let _ = client.outbox.stream().shutdown(Shutdown::Read);
         }
+        let waited = self.shared.gone.wait_timeout_while(clients, FLUSH_TIME, |c| !c.map.is_empty());
+        let (clients, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        clients.map.values().for_each(|client| client.outbox.close());
     }
 }
 
@@ -149,6 +188,23 @@ impl Shared {
     fn lock(&self) -> MutexGuard<'_, Clients> {
         // The map is consistent between any two statements, so it stays valid after a panic.
         self.clients.locked()
+    }
+
+    /// Gives a client a place. None if there is none.
+    fn enter(self: &Arc<Self>, client: &Arc<Client>) -> Option<Place> {
+        let mut clients = self.lock();
+        let full = |c: &mut Clients| !c.closed && c.map.len() >= CLIENTS_MAX;
+        if full(&mut clients) && clients.make_room() {
+            let waited = self.gone.wait_timeout_while(clients, REPLACING_TIME, full);
+            clients = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        if clients.closed || clients.map.len() >= CLIENTS_MAX {
+            return None;
+        }
+        let id = clients.next;
+        clients.next += 1;
+        clients.map.insert(id, Arc::clone(client));
+        Some(Place { shared: Arc::clone(self), id })
     }
 }
 
@@ -202,75 +258,36 @@ fn start(shared: &Arc<Shared>, stream: UnixStream) {
 }
 
 fn try_start(shared: &Arc<Shared>, stream: UnixStream) -> std::io::Result<()> {
-    stream.set_nonblocking(false)?;
-    // Shared rather than duplicated: a client uses one descriptor.
-    let stream = Arc::new(stream);
-    let (reading, writing) = (stream.clone(), stream.clone());
-    let (out, lines) = sync_channel(OUT_QUEUE);
-    let negotiated = Arc::new(AtomicBool::new(false));
-    let id = {
-        let mut clients = shared.lock();
-        if clients.closed || clients.map.len() >= CLIENTS_MAX {
-            drop(clients);
-            let why = format!("too many control clients; the limit is {CLIENTS_MAX}");
-            return (&*stream).write_all(message::reply(None, Err(QmpError::generic(why))).as_bytes());
-        }
-        let id = clients.next;
-        clients.next += 1;
-        clients.writers += 1;
-        let client = Client { out: out.clone(), stream, negotiated: Arc::clone(&negotiated) };
-        clients.map.insert(id, client);
-        id
+    let client = Arc::new(Client { outbox: Outbox::new(stream)?, negotiated: AtomicBool::new(false) });
+    let Some(place) = shared.enter(&client) else {
+        let why = format!("too many control clients; the limit is {CLIENTS_MAX}");
+        let line = message::reply(None, Err(QmpError::generic(why)));
+        return client.outbox.stream().write_all(line.as_bytes());
     };
+    let (id, place) = (place.id, Arc::new(place));
     let writer = {
-        let shared = Arc::clone(shared);
-        move || {
-            write(&writing, &lines);
-            drop(writing);
-            let mut clients = shared.lock();
-            clients.writers -= 1;
-            shared.gone.notify_all();
-        }
+        let (client, place) = (Arc::clone(&client), Arc::clone(&place));
+        move || client.outbox.write(place.id)
     };
-    if let Err(e) = thread::Builder::new().name(format!("ctl-{id}-out")).spawn(writer) {
-        let mut clients = shared.lock();
-        clients.writers -= 1;
-        clients.map.remove(&id);
-        return Err(e);
-    }
+    thread::Builder::new().name(format!("ctl-{id}-out")).spawn(writer)?;
     let reader = {
-        let shared = Arc::clone(shared);
+        let client = Arc::clone(&client);
         move || {
-            let Context { daemon, fdsets, .. } = &shared.context;
-            fdsets.client_connected();
-            Session { context: &shared.context, out, negotiated, passed: Passed::default() }.read(&reading);
-            fdsets.client_disconnected(daemon);
-            shared.lock().map.remove(&id);
+            let context = &place.shared.context;
+            context.fdsets.client_connected();
+            Session { context, client: &client, passed: Passed::default() }.read();
+            client.outbox.complete();
+            context.fdsets.client_disconnected(&context.daemon);
         }
     };
-    thread::Builder::new().name(format!("ctl-{id}")).spawn(reader).map(drop).inspect_err(|_| {
-        shared.lock().map.remove(&id);
-    })
+    let started = thread::Builder::new().name(format!("ctl-{id}")).spawn(reader);
+    started.map(drop).inspect_err(|_| client.outbox.close())
 }
-
-fn write(mut stream: &UnixStream, lines: &Receiver<Line>) {
-    while let Ok(line) = lines.recv() {
-        if stream.write_all(line.as_bytes()).is_err() {
-            break;
-        }
-    }
-    // This also ends the reader if the client has only stopped to receive.
-    let _ = stream.shutdown(Shutdown::Both);
-}
-
-/// The client has disconnected, or does not receive its replies.
-struct Disconnected;
 
 /// The state of the reader thread of one client.
 struct Session<'a> {
     context: &'a Context,
-    out: SyncSender<Line>,
-    negotiated: Arc<AtomicBool>,
+    client: &'a Client,
     passed: Passed,
 }
 
@@ -342,14 +359,15 @@ fn receive(stream: &UnixStream, bytes: &mut [u8]) -> rustix::io::Result<(usize, 
 }
 
 impl Session<'_> {
-    fn read(&mut self, stream: &UnixStream) {
+    /// Reads and runs commands until the connection ends.
+    fn read(&mut self) {
+        let outbox = &self.client.outbox;
         let mut framer = Framer::new();
         let mut bytes = [0; 4096];
-        if self.send(message::greeting()).is_err() {
-            return;
-        }
-        loop {
-            let count = match receive(stream, &mut bytes) {
+        let mut state = outbox.answer(message::greeting());
+        while state.is_ok() {
+            outbox.expect(framer.is_in_message() || !self.negotiated());
+            let count = match receive(outbox.stream(), &mut bytes) {
                 Ok((0, _)) => return,
                 Ok((count, fd)) => {
                     self.passed.arrived(fd);
@@ -358,24 +376,26 @@ impl Session<'_> {
                 Err(Errno::INTR) => continue,
                 Err(_) => return,
             };
-            let mut state = Ok(());
+            state = outbox.received();
             framer.push(&bytes[..count], |frame| {
                 if state.is_ok() {
-                    let answer = self.answer(frame);
-                    state = self.send(answer);
+                    state = self.serve(frame);
                 }
             });
-            if state.is_err() {
-                return;
-            }
             self.passed.end_read(framer.is_in_message());
         }
     }
 
-    /// Queues a reply. Waits while the queue is full, so a client that does not read its replies
-    /// delays only itself.
-    fn send(&self, line: String) -> Result<(), Disconnected> {
-        self.out.send(line.into()).map_err(|_| Disconnected)
+    /// Runs a command. Waits before that while too many answers are unread, so a client that does
+    /// not read its answers delays only itself.
+    fn serve(&mut self, frame: QmpFrame) -> Result<(), Closed> {
+        self.client.outbox.wait_for_room()?;
+        let answer = self.answer(frame);
+        self.client.outbox.answer(answer)
+    }
+
+    fn negotiated(&self) -> bool {
+        self.client.negotiated.load(Ordering::Acquire)
     }
 
     fn answer(&mut self, frame: QmpFrame) -> String {
@@ -401,7 +421,7 @@ impl Session<'_> {
 
     fn run(&self, request: Request, fd: Option<OwnedFd>) -> Result<Value, QmpError> {
         let negotiation = request.command == "qmp_capabilities";
-        match (self.negotiated.load(Ordering::Acquire), negotiation) {
+        match (self.negotiated(), negotiation) {
             (true, false) => commands::run(self.context, &request.command, request.arguments, fd),
             (true, true) => Err(QmpError::command_not_found(
                 "Capabilities negotiation is already complete, command ignored",
@@ -411,7 +431,7 @@ impl Session<'_> {
             }
             (false, true) => {
                 negotiate(&request)?;
-                self.negotiated.store(true, Ordering::Release);
+                self.client.negotiated.store(true, Ordering::Release);
                 Ok(json!({}))
             }
         }

@@ -1,9 +1,9 @@
 //! Each type of request, done right and done wrong (Virtio 1.3, 5.2.6).
 
 use vshunt_guest::driver::{DriverSeg, feature, request, status};
-use vshunt_types::spec::Cache;
+use vshunt_types::spec::{Cache, LimitsSpec};
 
-use super::rig::{Backing, Client, MIB, Reply, Rig, layouts, range, shapes, small};
+use super::rig::{Backing, Client, MIB, Reply, Rig, by_kernel, layouts, range, shapes, small};
 
 const SECTORS: u64 = 4 * MIB / 512;
 
@@ -184,6 +184,38 @@ fn more_than_the_maximum_on_a_large_disk() {
         assert_eq!(c.status(kind, 0, &range(9, max, 0), 0), status::OK);
         assert_eq!(c.status(kind, 0, &range(9, max + 1, 0), 0), status::IOERR);
     }
+}
+
+/// With what these requests say in bytes, the last one would wait for weeks.
+#[test]
+fn refused_requests_and_discards_cost_no_bytes_of_the_limits() {
+    if by_kernel() {
+        println!("left out: the kernel has no limits");
+        return;
+    }
+    let rig = Rig::new();
+    rig.disk("d", Backing::Ram, 16 * MIB, |_| {});
+    let limits = LimitsSpec { bps: Some(100_000), ..LimitsSpec::default() };
+    rig.export("e", "d", 1, |spec| spec.limits = Some(limits));
+    let mut c = rig.connect("e", small());
+    let sectors = 16 * MIB / 512;
+    for kind in [request::DISCARD, request::WRITE_ZEROES] {
+        for bytes in [
+            range(0, u32::MAX, 0),
+            range(u64::MAX, u32::MAX, 0),
+            range(sectors, 1 << 22, 0),
+            range(0, u32::MAX, 0x8000_0000),
+        ] {
+            assert_ne!(c.status(kind, 0, &bytes, 0), status::OK, "type {kind}: {bytes:x?}");
+        }
+    }
+    for _ in 0..32 {
+        let past_the_end = c.status(request::OUT, sectors - 1, &[1; 512 << 10], 0);
+        assert_eq!(past_the_end, status::IOERR);
+        let all = range(0, u32::try_from(sectors).unwrap(), 0);
+        assert_eq!(c.status(request::DISCARD, 0, &all, 0), status::OK);
+    }
+    assert_eq!(c.read(0, 4096), [0; 4096]);
 }
 
 #[test]

@@ -30,8 +30,19 @@ enum Prepared {
 /// count must be what the disk does.
 pub(super) struct Parsed {
     request: Result<Request, BadRequest>,
-    /// What DISCARD and WRITE_ZEROES are for. An error for all other requests.
-    range: Result<(Op, Range), i32>,
+    /// A negative errno if the request is refused.
+    work: Result<Work, i32>,
+}
+
+/// What a valid request asks for.
+#[derive(Clone, Copy)]
+enum Work {
+    /// To read or write all of its data.
+    Transfer,
+    /// To discard a range, or to fill it with zeroes.
+    Range(Op, Range),
+    /// Something else.
+    Other,
 }
 
 impl BlkQueue {
@@ -39,13 +50,50 @@ impl BlkQueue {
     #[inline]
     pub(super) fn parse(&mut self) -> Parsed {
         let request = split_request(&self.chain, &mut self.data);
-        let range = match &request {
-            Ok(request) if matches!(request.kind, VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES) => {
-                parse_range(request, &self.data)
-            }
-            _ => Err(-libc::EINVAL),
+        let work = match &request {
+            Ok(request) => self.check(request),
+            Err(_) => Err(-libc::EINVAL),
         };
-        Parsed { request, range }
+        Parsed { request, work }
+    }
+
+    /// Checks a request, whose data is in `data`.
+    ///
+    /// # Errors
+    /// A negative errno if the request is not valid.
+    #[inline]
+    fn check(&self, request: &Request) -> Result<Work, i32> {
+        let size = self.shared.disk.size_bytes();
+        match request.kind {
+            VIRTIO_BLK_T_IN | VIRTIO_BLK_T_OUT => {
+                if request.kind == VIRTIO_BLK_T_OUT && self.shared.readonly {
+                    return Err(-libc::EROFS);
+                }
+                in_bounds(request.sector, request.data_len, size)?;
+                if request.data_len > REQUEST_BYTES_MAX {
+                    return Err(-libc::EINVAL);
+                }
+                Ok(Work::Transfer)
+            }
+            VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
+                let (op, range) = parse_range(request, &self.data)?;
+                if self.shared.readonly {
+                    return Err(-libc::EROFS);
+                }
+                let most = if op == Op::Discard {
+                    self.shared.max_discard_sectors
+                } else {
+                    self.shared.max_zero_sectors
+                };
+                if range.num_sectors > most {
+                    return Err(-libc::EINVAL);
+                }
+                in_bounds(range.sector, range_bytes(&range), size)?;
+                Ok(Work::Range(op, range))
+            }
+            VIRTIO_BLK_T_FLUSH | VIRTIO_BLK_T_GET_ID => Ok(Work::Other),
+            _ => Err(-libc::EOPNOTSUPP),
+        }
     }
 
     /// Starts the request of the current chain, as [`parse`](Self::parse) read it. Afterwards it is
@@ -70,7 +118,7 @@ impl BlkQueue {
         if self.log.is_some() {
             self.remember_writable(index, request.writable);
         }
-        match self.prepare(index, request, parsed.range) {
+        match self.prepare(index, request, parsed.work) {
             Ok(Prepared::Submit) => {}
             Ok(Prepared::Done) => return self.finish(index, 0),
             Err(errno) => return self.finish(index, errno),
@@ -87,34 +135,23 @@ impl BlkQueue {
     /// Fills in the [`Io`](vshunt_block::Io) of a slot.
     ///
     /// # Errors
-    /// A negative errno if the request is not valid.
+    /// The errno of a request that is refused.
     #[inline]
-    fn prepare(
-        &mut self,
-        index: u16,
-        request: &Request,
-        range: Result<(Op, Range), i32>,
-    ) -> Result<Prepared, i32> {
+    fn prepare(&mut self, index: u16, request: &Request, work: Result<Work, i32>) -> Result<Prepared, i32> {
         let Some(RequestSlot { io, .. }) = self.slots.get_mut(usize::from(index)) else {
             return Err(-libc::EINVAL);
         };
-        let disk = &self.shared.disk;
-        match request.kind {
-            VIRTIO_BLK_T_IN | VIRTIO_BLK_T_OUT => {
+        io.reset(Op::Flush, 0, false);
+        let shared = &self.shared;
+        match work? {
+            Work::Transfer => {
                 let write = request.kind == VIRTIO_BLK_T_OUT;
-                let fua = write && self.shared.writethrough.load(Relaxed);
+                let fua = write && shared.writethrough.load(Relaxed);
                 io.reset(
                     if write { Op::Write } else { Op::Read },
                     request.sector.wrapping_mul(SECTOR_SIZE),
                     fua,
                 );
-                if write && self.shared.readonly {
-                    return Err(-libc::EROFS);
-                }
-                in_bounds(request.sector, request.data_len, disk.size_bytes())?;
-                if request.data_len > REQUEST_BYTES_MAX {
-                    return Err(-libc::EINVAL);
-                }
                 for seg in &self.data {
                     // SAFETY: the segment was translated when the chain was taken. `mem` keeps it
                     // mapped until the queue is at rest. The slot is boxed, and reused only after
@@ -123,46 +160,26 @@ impl BlkQueue {
                 }
                 Ok(Prepared::Submit)
             }
-            VIRTIO_BLK_T_FLUSH => {
-                io.reset(Op::Flush, 0, false);
-                if self.shared.writethrough_until_flush.load(Relaxed) {
-                    self.shared.writethrough_until_flush.store(false, Relaxed);
-                    self.shared.writethrough.store(false, Relaxed);
-                }
-                let done = disk.cache() == Cache::Unsafe || self.shared.readonly;
-                Ok(if done { Prepared::Done } else { Prepared::Submit })
+            Work::Range(op, range) => {
+                let fua = op != Op::Discard && shared.writethrough.load(Relaxed);
+                io.reset(op, range.sector * SECTOR_SIZE, fua);
+                io.request.len = range_bytes(&range);
+                Ok(if range.num_sectors == 0 { Prepared::Done } else { Prepared::Submit })
             }
-            VIRTIO_BLK_T_GET_ID => {
+            Work::Other if request.kind == VIRTIO_BLK_T_GET_ID => {
                 io.reset(Op::Read, 0, false);
                 // SAFETY: the segments were translated when the chain was taken, and `mem` keeps
                 // them mapped.
-                io.request.len = unsafe { scatter(&self.shared.serial, &self.data) } as u64;
+                io.request.len = unsafe { scatter(&shared.serial, &self.data) } as u64;
                 Ok(Prepared::Done)
             }
-            VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
-                io.reset(Op::Flush, 0, false);
-                let (op, range) = range?;
-                if self.shared.readonly {
-                    return Err(-libc::EROFS);
+            Work::Other => {
+                if shared.writethrough_until_flush.load(Relaxed) {
+                    shared.writethrough_until_flush.store(false, Relaxed);
+                    shared.writethrough.store(false, Relaxed);
                 }
-                let most = if op == Op::Discard {
-                    self.shared.max_discard_sectors
-                } else {
-                    self.shared.max_zero_sectors
-                };
-                if range.num_sectors > most {
-                    return Err(-libc::EINVAL);
-                }
-                let fua = op != Op::Discard && self.shared.writethrough.load(Relaxed);
-                let len = u64::from(range.num_sectors) * SECTOR_SIZE;
-                in_bounds(range.sector, len, disk.size_bytes())?;
-                io.reset(op, range.sector * SECTOR_SIZE, fua);
-                io.request.len = len;
-                Ok(if len == 0 { Prepared::Done } else { Prepared::Submit })
-            }
-            _ => {
-                io.reset(Op::Flush, 0, false);
-                Err(-libc::EOPNOTSUPP)
+                let done = shared.disk.cache() == Cache::Unsafe || shared.readonly;
+                Ok(if done { Prepared::Done } else { Prepared::Submit })
             }
         }
     }
@@ -176,6 +193,12 @@ fn kind_of(request: &Request) -> RequestKind {
         VIRTIO_BLK_T_FLUSH => RequestKind::Flush,
         _ => RequestKind::Other,
     }
+}
+
+/// Returns the length of a range.
+#[inline]
+fn range_bytes(range: &Range) -> u64 {
+    u64::from(range.num_sectors) * SECTOR_SIZE
 }
 
 /// Checks that `len` bytes from `sector` lie on a disk of `size` bytes, and are whole sectors.
@@ -221,25 +244,28 @@ fn parse_range(request: &Request, data: &[Seg]) -> Result<(Op, Range), i32> {
 }
 
 impl BlkQueue {
-    /// Returns the direction and the bytes of a request. None: limits do not concern it, or it
-    /// fails.
-    fn limited(parsed: &Parsed) -> Option<(Direction, u64)> {
+    /// Returns what a request costs: its direction and its bytes. None: limits do not concern it.
+    ///
+    /// A request that is refused costs an operation and no bytes: its length is whatever the guest
+    /// has written there. A discard moves no data. The storage may have to write zeroes.
+    fn cost(parsed: &Parsed) -> Option<(Direction, u64)> {
         let request = parsed.request.as_ref().ok()?;
-        match request.kind {
-            VIRTIO_BLK_T_IN | VIRTIO_BLK_T_OUT if request.data_len > REQUEST_BYTES_MAX => None,
-            VIRTIO_BLK_T_IN => Some((Direction::Read, request.data_len)),
-            VIRTIO_BLK_T_OUT => Some((Direction::Write, request.data_len)),
-            VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
-                let (_, range) = parsed.range.ok()?;
-                Some((Direction::Write, u64::from(range.num_sectors) * SECTOR_SIZE))
-            }
-            _ => None,
-        }
+        let direction = match request.kind {
+            VIRTIO_BLK_T_IN => Direction::Read,
+            VIRTIO_BLK_T_OUT | VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => Direction::Write,
+            _ => return None,
+        };
+        let bytes = match parsed.work {
+            Ok(Work::Transfer) => request.data_len,
+            Ok(Work::Range(Op::WriteZeroes { .. }, range)) => range_bytes(&range),
+            _ => 0,
+        };
+        Some((direction, bytes))
     }
 
     /// Asks the limits whether a request may begin.
     pub(super) fn may_begin(&mut self, parsed: &Parsed) -> bool {
-        match Self::limited(parsed) {
+        match Self::cost(parsed) {
             Some((direction, bytes)) => self.limit.ask(direction, bytes),
             None => true,
         }
@@ -247,7 +273,7 @@ impl BlkQueue {
 
     /// Charges the limits with a request that begins in any case.
     pub(super) fn charge(&mut self, parsed: &Parsed) {
-        if let Some((direction, bytes)) = Self::limited(parsed) {
+        if let Some((direction, bytes)) = Self::cost(parsed) {
             self.limit.charge(direction, bytes);
         }
     }
@@ -312,6 +338,38 @@ impl BlkQueue {
         }
         if let Some(addr) = self.slots.get(index).and_then(|slot| self.mem.host_to_guest(slot.status)) {
             log.mark(addr, 1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_cost_where_data_moves_or_zeroes_may_be_written() {
+        let cost = |kind, work| {
+            let request =
+                Request { kind, sector: 0, writable: false, data_len: 4096, status: std::ptr::null_mut() };
+            BlkQueue::cost(&Parsed { request: Ok(request), work })
+        };
+        let range = Range { sector: 8, num_sectors: 1 << 22, flags: 0 };
+        let zeroes = |unmap| Ok(Work::Range(Op::WriteZeroes { unmap }, range));
+        let refused = Err(-libc::EINVAL);
+        for (kind, work, wanted) in [
+            (VIRTIO_BLK_T_IN, Ok(Work::Transfer), Some((Direction::Read, 4096))),
+            (VIRTIO_BLK_T_OUT, Ok(Work::Transfer), Some((Direction::Write, 4096))),
+            (VIRTIO_BLK_T_WRITE_ZEROES, zeroes(false), Some((Direction::Write, 2 << 30))),
+            (VIRTIO_BLK_T_WRITE_ZEROES, zeroes(true), Some((Direction::Write, 2 << 30))),
+            (VIRTIO_BLK_T_DISCARD, Ok(Work::Range(Op::Discard, range)), Some((Direction::Write, 0))),
+            (VIRTIO_BLK_T_IN, refused, Some((Direction::Read, 0))),
+            (VIRTIO_BLK_T_OUT, refused, Some((Direction::Write, 0))),
+            (VIRTIO_BLK_T_DISCARD, refused, Some((Direction::Write, 0))),
+            (VIRTIO_BLK_T_FLUSH, Ok(Work::Other), None),
+            (VIRTIO_BLK_T_GET_ID, Ok(Work::Other), None),
+            (99, Err(-libc::EOPNOTSUPP), None),
+        ] {
+            assert_eq!(cost(kind, work), wanted, "type {kind}");
         }
     }
 }

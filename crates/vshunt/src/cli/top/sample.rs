@@ -1,10 +1,12 @@
 //! What the daemon reports at one moment.
 
+use std::io;
 use std::path::PathBuf;
 use std::sync::mpsc::Sender;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ratatui::crossterm::event::Event;
 use serde_json::json;
 use vshunt_types::spec::{ExportInfo, QueueInfo, WorkerInfo};
 
@@ -38,6 +40,10 @@ pub(super) enum News {
     Lost(String),
     /// Something to show to the user.
     Said(String),
+    /// A key, or another size.
+    Terminal(Event),
+    /// The terminal cannot be read any more.
+    NoKeys(io::Error),
 }
 
 /// Takes samples until the program ends.

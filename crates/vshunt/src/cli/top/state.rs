@@ -40,6 +40,8 @@ pub(super) enum Mode {
 pub(super) enum Action {
     Nothing,
     Quit,
+    /// Stop until `fg`.
+    Suspend,
     /// Move these queues to this worker.
     Move {
         queues: QueueNames,
@@ -120,6 +122,9 @@ impl State {
     pub(super) fn on_key(&mut self, key: KeyEvent, view: &View) -> Action {
         if key.modifiers.contains(KeyModifiers::CONTROL) && matches!(key.code, KeyCode::Char('c' | 'd')) {
             return Action::Quit;
+        }
+        if key.modifiers.contains(KeyModifiers::CONTROL) && key.code == KeyCode::Char('z') {
+            return Action::Suspend;
         }
         match std::mem::replace(&mut self.mode, Mode::Command) {
             Mode::Command => return self.command(key.code, view),

@@ -2,42 +2,54 @@
 
 use vshunt_types::spec::{ExportKind, WorkerKind, cpu_list};
 
-use super::super::show::{balance_of, or_dash, ranges, table, time};
+use super::super::show::{balance_of, or_dash, ranges, time};
+use super::fit::{Columns, Cut};
 use super::view::{ExportRow, Latency, QueueRow, Rates, View, WorkerRow};
 
-pub(super) const EXPORTS: [&str; 9] =
-    ["EXPORT", "TYPE", "BACKEND", "STATE", ">IN-FLIGHT", ">REQ/s", ">READ/s", ">WRITTEN/s", ">P99"];
-pub(super) const QUEUES: [&str; 11] = [
-    "QUEUE",
-    ">WORKER",
-    "STATE",
-    ">IN-FLIGHT",
-    ">REQ/s",
-    ">READ/s",
-    ">WRITTEN/s",
-    ">ERR/s",
-    ">LIM%",
-    ">P50",
-    ">P99",
-];
-pub(super) const WORKERS: [&str; 10] =
-    [">WORKER", "NAME", "CPUS", ">BUSY%", ">POLL%", ">CPU%", "NOTE", ">REQ/s", ">SLEEPS/s", "QUEUES"];
+pub(super) const EXPORTS: Columns<9> = Columns {
+    titles: ["EXPORT", "TYPE", "BACKEND", "STATE", ">IN-FLIGHT", ">REQ/s", ">READ/s", ">WRITTEN/s", ">P99"],
+    cut: &[(2, Cut::Middle, 10), (0, Cut::Middle, 16)],
+    left_out: &[1],
+};
+pub(super) const QUEUES: Columns<11> = Columns {
+    titles: [
+        "QUEUE",
+        ">WORKER",
+        "STATE",
+        ">IN-FLIGHT",
+        ">REQ/s",
+        ">READ/s",
+        ">WRITTEN/s",
+        ">ERR/s",
+        ">LIM%",
+        ">P50",
+        ">P99",
+    ],
+    cut: &[(0, Cut::Middle, 16)],
+    left_out: &[9, 7],
+};
+pub(super) const WORKERS: Columns<10> = Columns {
+    titles: [">WORKER", "NAME", "CPUS", ">BUSY%", ">POLL%", ">CPU%", "NOTE", ">REQ/s", ">SLEEPS/s", "QUEUES"],
+    cut: &[(9, Cut::End, 8), (2, Cut::End, 8), (1, Cut::Middle, 16)],
+    left_out: &[8, 4],
+};
 /// The columns of the share of the busy time, and of the note.
 pub(super) const BUSY: usize = 3;
 pub(super) const NOTE: usize = 6;
 
-/// Returns all tables. There is always a worker.
-pub(super) fn tables(view: &View) -> String {
+/// Returns all tables, for a screen of so many characters. None: the reader is a program or a file,
+/// and nothing is cut or left out. There is always a worker.
+pub(super) fn tables(view: &View, width: Option<usize>) -> String {
     let mut text = String::new();
     if !view.exports.is_empty() {
-        text += &table(EXPORTS, view.exports.iter().map(export));
+        text += &EXPORTS.table(view.exports.iter().map(export).collect(), width);
         text += "\n";
     }
     if !view.queues.is_empty() {
-        text += &table(QUEUES, view.queues.iter().map(queue));
+        text += &QUEUES.table(view.queues.iter().map(queue).collect(), width);
         text += "\n";
     }
-    text += &table(WORKERS, view.workers.iter().map(worker));
+    text += &WORKERS.table(view.workers.iter().map(worker).collect(), width);
     let balanced = view.exports.iter().filter_map(|e| Some((e.name.as_str(), e.balancing.as_ref()?)));
     if let Some(balance) = balance_of(balanced) {
         text += "\n";

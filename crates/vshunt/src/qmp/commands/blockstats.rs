@@ -5,6 +5,7 @@
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use vshunt_daemon::ServiceTotals;
 use vshunt_types::spec::{ExportInfo, LatencyFigures, LatencyInfo, QueueInfo};
 
 use crate::qmp::context::{Answer, Arguments, Context};
@@ -20,14 +21,20 @@ struct BlockStats {
 
 pub(super) fn query_blockstats(context: &Context, arguments: Arguments) -> Answer {
     let BlockStats { query_nodes } = arguments.read()?;
-    let exports = context.daemon.exports();
-    let of_disks = || exports.iter().filter(|e| e.spec.net.is_none());
-    let of_disk = |disk: &str| of_disks().filter(|e| e.spec.disk == disk).collect::<Vec<_>>();
+    let exports: Vec<_> = context
+        .daemon
+        .exports()
+        .into_iter()
+        .filter(|e| e.spec.net.is_none())
+        .map(|e| (context.daemon.service_totals(&e), e))
+        .collect();
+    let of_disk = |disk: &str| exports.iter().filter(|(_, e)| e.spec.disk == disk).collect::<Vec<_>>();
     Ok(match query_nodes {
-        false => of_disks()
-            .map(|e| {
-                let (export, disk) = (&e.spec.name, &e.spec.disk);
-                json!({ "device": export, "qdev": export, "node-name": disk, "stats": stats(&[e]) })
+        false => exports
+            .iter()
+            .map(|one| {
+                let (export, disk) = (&one.1.spec.name, &one.1.spec.disk);
+                json!({ "device": export, "qdev": export, "node-name": disk, "stats": stats(&[one]) })
             })
             .collect(),
         true => context
@@ -42,11 +49,13 @@ pub(super) fn query_blockstats(context: &Context, arguments: Arguments) -> Answe
 }
 
 /// Returns QEMU's BlockDeviceStats of exports together.
-fn stats(exports: &[&ExportInfo]) -> Value {
+fn stats(exports: &[&(ServiceTotals, ExportInfo)]) -> Value {
     let sum = |of: fn(&QueueInfo) -> u64| -> u64 {
-        exports.iter().flat_map(|e| &e.queue_list).map(of).fold(0, u64::saturating_add)
+        exports.iter().flat_map(|(_, e)| &e.queue_list).map(of).fold(0, u64::saturating_add)
     };
-    let latency = LatencyInfo::sum(exports.iter().filter_map(|e| e.service_times.as_ref()));
+    let total = |of: fn(&ServiceTotals) -> u64| -> u64 {
+        exports.iter().map(|(totals, _)| of(totals)).fold(0, u64::saturating_add)
+    };
     let mut stats = Map::new();
     for (key, value) in [
         ("rd_bytes", sum(|q| q.read_bytes)),
@@ -54,34 +63,22 @@ fn stats(exports: &[&ExportInfo]) -> Value {
         ("rd_operations", sum(|q| q.reads)),
         ("wr_operations", sum(|q| q.writes)),
         ("flush_operations", sum(|q| q.flushes)),
+        // The sums are of all operations; the histograms start at the last reset.
+        ("rd_total_time_ns", total(|t| t.read_ns)),
+        ("wr_total_time_ns", total(|t| t.write_ns)),
+        ("flush_total_time_ns", total(|t| t.flush_ns)),
     ] {
         stats.insert(key.to_owned(), value.into());
     }
-    // The sums are of all operations; the histograms start at the last reset.
-    let all = latency.clone().map(LatencyInfo::without_reset);
-    let kinds = |latency: &'_ Option<LatencyInfo>| {
-        latency.clone().unwrap_or_default().each().map(|(_, f)| f.cloned())
-    };
-    for ((all, lately), (kind, operations)) in kinds(&all).into_iter().zip(kinds(&latency)).zip([
-        ("rd", sum(|q| q.reads)),
-        ("wr", sum(|q| q.writes)),
-        ("flush", sum(|q| q.flushes)),
-    ]) {
-        stats.insert(format!("{kind}_total_time_ns"), total_ns(all.as_ref(), operations).into());
-        if let Some(figures) = &lately {
+    let latency =
+        LatencyInfo::sum(exports.iter().filter_map(|(_, e)| e.service_times.as_ref())).unwrap_or_default();
+    for (kind, figures) in [("rd", &latency.read), ("wr", &latency.write), ("flush", &latency.flush)] {
+        if let Some(figures) = figures {
             stats.insert(format!("{kind}_latency_histogram"), histogram(figures));
         }
     }
     stats.extend([("account_failed".to_owned(), true.into()), ("timed_stats".to_owned(), json!([]))]);
     Value::Object(stats)
-}
-
-/// Returns the service time of all operations. Of a sample it is an estimate: the mean of the
-/// sample for each operation.
-fn total_ns(figures: Option<&LatencyFigures>, operations: u64) -> u64 {
-    let Some(figures) = figures.filter(|f| f.count > 0) else { return 0 };
-    let estimate = u128::from(figures.total_ns) * u128::from(operations) / u128::from(figures.count);
-    u64::try_from(estimate).unwrap_or(u64::MAX)
 }
 
 /// Returns QEMU's BlockLatencyHistogramInfo: one bin more than boundaries.
@@ -111,8 +108,9 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_gives_an_estimate_of_the_whole_time() {
-        let one = export(json!([queue()]));
+    fn exports_of_a_disk_are_added() {
+        let totals = ServiceTotals { read_ns: 40_000, ..ServiceTotals::default() };
+        let one = (totals, export(json!([queue()])));
         let stats = stats(&[&one, &one]);
         assert_eq!(
             (&stats["rd_operations"], &stats["rd_total_time_ns"], &stats["wr_total_time_ns"]),

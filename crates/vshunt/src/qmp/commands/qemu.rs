@@ -431,11 +431,12 @@ struct Flat {
 pub(crate) fn query_named_block_nodes(context: &Context, arguments: Arguments) -> Answer {
     arguments.read::<Flat>()?;
     let nodes = context.daemon.disks().into_iter().chain(context.daemon.overlays());
-    Ok(nodes.map(block_device_info).collect())
+    Ok(nodes.map(|disk| block_device_info(&disk)).collect())
 }
 
-/// Returns the members of QEMU's BlockDeviceInfo that exist here.
-fn block_device_info(disk: DiskInfo) -> Value {
+/// Returns the members of QEMU's BlockDeviceInfo that exist here, except limits, which exports
+/// have.
+pub(super) fn block_device_info(disk: &DiskInfo) -> Value {
     let driver = match disk.spec.format() {
         Format::Raw => "raw",
         Format::Qcow2 => "qcow2",

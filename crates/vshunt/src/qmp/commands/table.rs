@@ -237,6 +237,17 @@ pub(crate) const COMMANDS: &[Command] = &[
         native::query_balance(c, a)
     })
     .returns("`mode`: `off`, `auto` or `dry-run`"),
+    command(
+        "query-block",
+        "Lists the exports of disks, with members of QEMU's BlockInfo: `inserted` has the disk and the limits, with the names \
+         of `block_set_io_throttle`.",
+        throttle::query_block,
+    )
+    .returns(
+        "a list of objects: `device`, `qdev`, `type`, `removable`, `locked`, and `inserted`: the members of \
+         `query-named-block-nodes`, `bps`, `bps_rd`, `bps_wr`, `iops`, `iops_rd`, `iops_wr` (0: no limit), and where they are set \
+         `NAME_max` and `NAME_max_length` of each rate, `iops_size` and `group`",
+    ),
     command("query-block-exports", "Lists the exports of disks.", qemu::query_block_exports)
         .returns("a list of objects: `id`, `type`, `node-name`, `shutting-down`"),
     command("query-block-jobs", "Lists the jobs, with the members of QEMU's BlockJobInfo.", jobs::query_block_jobs)

@@ -250,6 +250,38 @@ fn the_shapes_of_block_export_add() {
 }
 
 #[test]
+fn limits_are_read_by_the_names_they_are_set_by() {
+    let dir = tempfile::tempdir().unwrap();
+    let (context, _) = context();
+    call(&context, "blockdev-add", json!({ "driver": "null-co", "node-name": "n" })).unwrap();
+    let export = json!({
+        "type": "vhost-user-blk", "id": "e", "node-name": "n",
+        "addr": { "type": "unix", "path": dir.path().join("s") }
+    });
+    call(&context, "block-export-add", export).unwrap();
+    let device = || call(&context, "query-block", json!({})).unwrap()[0].clone();
+    let inserted = device()["inserted"].clone();
+    assert_eq!((&device()["device"], &inserted["node-name"]), (&json!("e"), &json!("n")));
+    assert_eq!((&inserted["drv"], &inserted["ro"]), (&json!("null-co"), &json!(true)));
+    for absent in ["iops_max", "iops_max_length", "iops_size", "group"] {
+        assert_eq!(inserted.get(absent), None);
+    }
+    let mut limits = json!({ "iops_size": 8192, "group": "g" });
+    for (at, name) in ["bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"].into_iter().enumerate() {
+        limits[name] = json!(1000 * (at + 1));
+        limits[format!("{name}_max")] = json!(100_000 * (at + 1));
+        limits[format!("{name}_max_length")] = json!(at + 1);
+    }
+    let mut set = limits.clone();
+    set["id"] = json!("e");
+    call(&context, "block_set_io_throttle", set).unwrap();
+    let inserted = device()["inserted"].clone();
+    for (name, value) in limits.as_object().unwrap() {
+        assert_eq!(&inserted[name], value, "{name}");
+    }
+}
+
+#[test]
 fn a_mount_is_asked_for_as_of_qemu() {
     let (context, _) = context();
     call(&context, "blockdev-add", json!({ "driver": "null-co", "node-name": "n" })).unwrap();

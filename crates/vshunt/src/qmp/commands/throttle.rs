@@ -1,9 +1,11 @@
-//! `block_set_io_throttle` of QEMU.
+//! `block_set_io_throttle` of QEMU, and `query-block`, which shows what it sets.
 
 use serde::Deserialize;
-use vshunt_types::spec::{Burst, LimitsSpec};
+use serde_json::{Map, Value, json};
+use vshunt_types::spec::{Burst, LimitKind, LimitsSpec};
 
-use crate::qmp::context::{Answer, Arguments, Context, done};
+use super::qemu::block_device_info;
+use crate::qmp::context::{Answer, Arguments, Context, Nothing, done};
 use crate::qmp::message::QmpError;
 
 /// Its arguments for the help.
@@ -81,6 +83,58 @@ pub(super) fn block_set_io_throttle(context: &Context, arguments: Arguments) -> 
     let limits = asked.limits()?;
     let limits = (!limits.is_empty()).then_some(limits);
     Ok(done(context.daemon.export_limit(&name, limits.as_ref())?))
+}
+
+/// Lists the exports of disks as QEMU lists its devices. Limits are those of the export, so
+/// `query-named-block-nodes`, whose nodes are disks, does not have them: neither does QEMU's.
+pub(super) fn query_block(context: &Context, arguments: Arguments) -> Answer {
+    arguments.read::<Nothing>()?;
+    let disks = context.daemon.disks();
+    let exports = context.daemon.exports();
+    let of_disks = exports.iter().filter(|e| e.spec.net.is_none());
+    Ok(of_disks
+        .map(|e| {
+            let name = &e.spec.name;
+            let mut info = json!({
+                "device": name, "qdev": name, "type": "unknown", "removable": false, "locked": false,
+            });
+            // A disk that was removed meanwhile is a medium that is not inserted.
+            if let Some(disk) = disks.iter().find(|d| d.spec.name == e.spec.disk) {
+                let mut inserted = block_device_info(disk);
+                inserted["ro"] = (disk.spec.readonly || e.spec.readonly).into();
+                if let Some(members) = inserted.as_object_mut() {
+                    members.extend(shown(e.spec.limits.as_ref()));
+                }
+                info["inserted"] = inserted;
+            }
+            info
+        })
+        .collect())
+}
+
+/// Returns the members of QEMU's BlockDeviceInfo that tell limits. The six rates are always there,
+/// the others only if they are set.
+fn shown(limits: Option<&LimitsSpec>) -> Map<String, Value> {
+    let none = LimitsSpec::default();
+    let limits = limits.unwrap_or(&none);
+    let mut members = Map::new();
+    let of_disks =
+        |(key, ..): &(&str, Option<u64>, Option<Burst>)| LimitKind::of(key) != Some(LimitKind::Network);
+    for (key, rate, burst) in limits.rates().into_iter().filter(of_disks) {
+        let name = key.replace("-read", "_rd").replace("-write", "_wr");
+        members.insert(name.clone(), rate.unwrap_or(0).into());
+        if let Some(Burst { rate, seconds }) = burst {
+            members.insert(format!("{name}_max"), rate.into());
+            members.insert(format!("{name}_max_length"), seconds.into());
+        }
+    }
+    if let Some(size) = limits.iops_size {
+        members.insert("iops_size".to_owned(), size.into());
+    }
+    if let Some(group) = &limits.group {
+        members.insert("group".to_owned(), group.as_str().into());
+    }
+    members
 }
 
 impl IoThrottle {

@@ -1,7 +1,6 @@
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::PathBuf;
 use std::sync::mpsc::channel;
-use std::time::Instant;
 
 use serde_json::Map;
 use vshunt_daemon::{Daemon, Options};
@@ -128,6 +127,46 @@ fn events_go_to_those_who_negotiated() {
     assert!(silent.ask("{'execute': 'qmp_capabilities'}").get("return").is_some());
 }
 
+/// Waits until the server has so many clients.
+fn await_clients(rig: &Rig, count: usize) {
+    let start = Instant::now();
+    while rig.server.shared.lock().map.len() != count {
+        assert!(start.elapsed() < Duration::from_secs(60), "{} clients", rig.server.shared.lock().map.len());
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Sends bytes until the server has stopped to read.
+fn fill(raw: &Raw, text: &str) {
+    raw.0.get_ref().set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+    while raw.0.get_ref().write_all(text.repeat(100).as_bytes()).is_ok() {}
+}
+
+/// Returns the bytes of answers that wait for each client.
+fn unread(rig: &Rig) -> Vec<usize> {
+    rig.server.shared.lock().map.values().map(|client| client.outbox.answer_bytes()).collect()
+}
+
+/// A client that cannot negotiate because there are too many. Returns what it was told.
+fn too_many(rig: &Rig) -> String {
+    match QmpClient::connect(&rig.path) {
+        Err(ClientError::Refused { desc, .. }) => desc,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Connects as soon as the server has room. Clients that did nothing have to leave within a second.
+fn connect_soon(rig: &Rig) -> QmpClient {
+    let start = Instant::now();
+    loop {
+        match QmpClient::connect(&rig.path) {
+            Ok(client) => return client,
+            Err(e) => assert!(start.elapsed() < Duration::from_secs(60), "{e}"),
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+}
+
 #[test]
 fn who_does_not_read_is_dropped_and_holds_up_nobody() {
     let rig = rig();
@@ -135,23 +174,80 @@ fn who_does_not_read_is_dropped_and_holds_up_nobody() {
     deaf.ask("{'execute': 'qmp_capabilities'}");
     let mut well = QmpClient::connect(&rig.path).unwrap();
     let start = Instant::now();
-    // More messages than the queue and the socket buffers hold. `well` reads its own meanwhile.
-    for n in 0..20 * OUT_QUEUE {
-        rig.server.broadcast(message::event("X", json!({ "n": n, "pad": "x".repeat(200) })));
+    // Twice as many as may wait. `well` reads its own meanwhile.
+    let event = message::event("X", json!({ "pad": "x".repeat(2000) }));
+    for _ in 0..2 * outbox::EVENT_BYTES_MAX / event.len() {
+        rig.server.broadcast(event.clone());
         well.event().unwrap();
     }
     well.execute("query-disks", Map::new()).unwrap();
     assert!(start.elapsed() < Duration::from_secs(60));
-    assert_eq!(rig.server.shared.lock().map.len(), 1, "the deaf one is out");
+    await_clients(&rig, 1);
+}
+
+#[test]
+fn a_client_that_pauses_loses_no_event() {
+    let rig = rig();
+    let mut slow = QmpClient::connect(&rig.path).unwrap();
+    let event = message::event("X", json!({}));
+    // Many more than a socket holds.
+    for _ in 0..20_000 {
+        rig.server.broadcast(event.clone());
+    }
+    for _ in 0..20_000 {
+        slow.event().unwrap();
+    }
+    slow.execute("query-disks", Map::new()).unwrap();
+}
+
+#[test]
+fn unread_answers_have_a_bound() {
+    let rig = rig();
+    let deaf = Raw::connect(&rig);
+    deaf.send("{'execute': 'qmp_capabilities'}");
+    fill(&deaf, "{'execute': 'query-commands'}");
+    let answer = QmpClient::connect(&rig.path).unwrap().execute("query-commands", Map::new()).unwrap();
+    await_clients(&rig, 1);
+    let (most, bytes) = (outbox::ANSWER_BYTES_MAX + 2 * answer.to_string().len(), unread(&rig));
+    assert!((outbox::ANSWER_BYTES_MAX..most).contains(&bytes[0]), "{bytes:?}");
+    // It continues where it was once it reads.
+    let mut deaf = deaf;
+    for _ in 0..1000 {
+        deaf.read();
+    }
+}
+
+#[test]
+fn a_client_counts_until_its_answers_are_read() {
+    let rig = rig();
+    let deaf: Vec<_> = (0..CLIENTS_MAX)
+        .map(|_| {
+            let raw = Raw::connect(&rig);
+            raw.send("{'execute': 'qmp_capabilities'}");
+            raw.send(&"{'execute': 'query-commands'}".repeat(200));
+            raw.0.get_ref().shutdown(Shutdown::Write).unwrap();
+            raw
+        })
+        .collect();
+    // They do not lock out others, and none is there once it has been replaced.
+    let mut others: Vec<_> = (0..CLIENTS_MAX).map(|_| connect_soon(&rig)).collect();
+    assert!(others.iter_mut().all(|client| client.execute("query-disks", Map::new()).is_ok()));
+    assert_eq!(rig.server.shared.lock().map.len(), CLIENTS_MAX);
+    assert!(too_many(&rig).contains("too many"));
+    for mut raw in deaf {
+        let mut rest = Vec::new();
+        let _ = raw.0.read_to_end(&mut rest);
+        let answers = rest.iter().filter(|byte| **byte == b'\n').count();
+        assert!(answers < 200, "{answers} answers: it was still connected");
+    }
 }
 
 #[test]
 fn a_flood_of_requests_waits_for_its_own_reader_only() {
     let rig = rig();
     let deaf = Raw::connect(&rig);
-    deaf.0.get_ref().set_write_timeout(Some(Duration::from_millis(200))).unwrap();
     deaf.send("{'execute': 'qmp_capabilities'}");
-    while deaf.0.get_ref().write_all("{'execute': 'query-commands'}".repeat(100).as_bytes()).is_ok() {}
+    fill(&deaf, "{'execute': 'query-commands'}");
     let mut well = QmpClient::connect(&rig.path).unwrap();
     well.execute("query-disks", Map::new()).unwrap();
     let start = Instant::now();
@@ -174,16 +270,29 @@ fn the_last_words_arrive_and_then_the_end() {
 fn one_client_too_many_is_told() {
     let rig = rig();
     let many: Vec<_> = (0..CLIENTS_MAX).map(|_| QmpClient::connect(&rig.path).unwrap()).collect();
-    match QmpClient::connect(&rig.path) {
-        Err(ClientError::Refused { desc, .. }) => assert!(desc.contains("too many"), "{desc}"),
-        other => panic!("{other:?}"),
-    }
+    assert!(too_many(&rig).contains("too many"));
     drop(many);
-    let start = Instant::now();
-    while QmpClient::connect(&rig.path).is_err() {
-        assert!(start.elapsed() < Duration::from_secs(60));
-        thread::sleep(Duration::from_millis(10));
-    }
+    connect_soon(&rig);
+}
+
+#[test]
+fn clients_that_do_nothing_make_room_and_those_that_wait_stay() {
+    let rig = rig();
+    let mut waiting = QmpClient::connect(&rig.path).unwrap();
+    let mut half = Raw::connect(&rig);
+    half.ask("{'execute': 'qmp_capabilities'}");
+    half.send("{\"execute\": \"query-di");
+    let mut others: Vec<_> = (2..CLIENTS_MAX).map(|_| Raw::connect(&rig)).collect();
+    // Each new one replaces one of them, which is told why.
+    let clients: Vec<_> = (1..CLIENTS_MAX).map(|_| connect_soon(&rig)).collect();
+    let told = half.read();
+    assert!(told["error"]["desc"].as_str().unwrap().contains("whole commands"), "{told}");
+    assert!(others.iter_mut().all(|silent| class(&silent.read()) == "GenericError"));
+    assert_eq!(clients.len(), CLIENTS_MAX - 1);
+    assert!(too_many(&rig).contains("too many"));
+    rig.server.broadcast(message::event("X", json!({})));
+    assert_eq!(waiting.event().unwrap()["event"], "X");
+    waiting.execute("query-disks", Map::new()).unwrap();
 }
 
 mod passed;

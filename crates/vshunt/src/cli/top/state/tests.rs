@@ -69,6 +69,24 @@ fn keys_of_a_filter_are_no_commands() {
 }
 
 #[test]
+fn keys_sort_reverse_and_pause() {
+    let (mut state, mut view) = start();
+    let mut orders = vec![state.order];
+    for _ in 0..3 {
+        typed(&mut state, &view, "s");
+        orders.push(state.order);
+    }
+    assert_eq!(orders, [Order::Name, Order::Requests, Order::Bytes, Order::Name]);
+    typed(&mut state, &view, "r");
+    state.arrange(&mut view);
+    assert_eq!(view.queues[0].name(), "vm1:0");
+    typed(&mut state, &view, "r ");
+    assert_eq!((state.reverse, state.is_paused()), (false, true));
+    typed(&mut state, &view, " ");
+    assert!(!state.is_paused());
+}
+
+#[test]
 fn control_c_quits_in_each_mode() {
     for before in ["", "/", "m", "?"] {
         let (mut state, view) = start();
