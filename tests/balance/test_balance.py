@@ -12,6 +12,7 @@ import time
 
 import pytest
 import rig as r
+from rates import needs_cpu
 
 # Copies of this size keep a worker busy.
 LOAD = ["--rw", "randrw", "--bs", "64k", "--iodepth", "16", "--queues", "4"]
@@ -76,7 +77,10 @@ class Events:
     def wait(self, name):
         self.socket.settimeout(r.WAIT_S)
         while True:
-            event = json.loads(self.lines.readline())
+            try:
+                event = json.loads(self.lines.readline())
+            except TimeoutError as e:
+                raise r.Late(f"no event {name} within {r.WAIT_S:g} s") from e
             if event.get("event") == name:
                 return event["data"]
 
@@ -90,7 +94,8 @@ def test_queues_follow_a_load_that_shifts(rig):
         spread(daemon, 0)
         r.message_of(daemon.cli("worker", "free", "second", check=False), "to another worker first", "balance off --export vm0", code=(1,))
         told = events.wait("QUEUE_BALANCED")
-        r.require((told["from"], told["worker"], told["outcome"]) == (0, 1, "moved"), f"event: {told}")
+        r.require((told["from"], told["worker"]) == (0, 1), f"event: {told}")
+        needs_cpu(told["outcome"] == "moved", f"event: {told}")
         r.require("worker 0" in told["reason"], f"event: {told}")
         # The load is divided now, so that each worker has some of it.
         done = {w["id"]: w["requests"] for w in daemon.status()["workers"]}
@@ -240,7 +245,8 @@ def test_workers_are_made_and_freed_as_load_needs_them(rig):
     r.require(balancing(daemon)["mode"] == "auto", "workers=auto has queues follow load")
     with load(daemon, 0):
         made = events.wait("WORKERS_BALANCED")
-        r.require((made["workers"], made["outcome"]) == (2, "done"), f"event: {made}")
+        r.require(made["workers"] == 2, f"event: {made}")
+        needs_cpu(made["outcome"] == "done", f"event: {made}")
         r.require("no time left" in made["reason"] and made["worker"] in pool(daemon).values(), f"event: {made}")
         # Balance is off, so the result stays as it is.
         daemon.cli("balance", "off", "--export", "vm0")

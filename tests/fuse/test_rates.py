@@ -7,7 +7,7 @@ import time
 import fuse_mount as m
 import pytest
 import rig as r
-from rates import close, during
+from rates import close, during, needs_cpu
 
 # Reads or writes of 4 KiB past the page cache by a number of threads, until a time is over; prints
 # how many, and how long.
@@ -56,7 +56,7 @@ def test_a_rate_is_kept(suite, tasks):
     r.require(min(found["done"]) > 0, f"a task got nothing: {found['done']}")
     mount.cli("limit", "f0", "--bps-write", "16M")
     close("writes of 64k", rate(load(mount, tasks, 5, "write", 64 << 10)), 256)
-    r.require(sum(q["limited-us"] for q in mount.queues()) > 100_000, "status does not show the wait")
+    needs_cpu(sum(q["limited-us"] for q in mount.queues()) > 100_000, "status does not show the wait")
     mount.stop()
 
 

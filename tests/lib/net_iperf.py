@@ -3,6 +3,7 @@
 import re
 
 import rig as r
+from rates import needs_cpu
 
 # Seconds of a round of iperf3.
 ROUND_S = 6
@@ -55,7 +56,7 @@ def check_rates(rig, guest, word, stalls):
     for way, seen in rates.items():
         r.require(seen, f"iperf3 says nothing of {way}: {guest.tail()}")
         zero = sum(rate == 0 for rate in seen)
-        r.require(zero <= stalls, f"{way} stood still in {zero} of {len(seen)} intervals: {seen}")
+        needs_cpu(zero <= stalls, f"{way} stood still in {zero} of {len(seen)} intervals: {seen}")
         rig.say(f"{word}: {way} {min(seen) / 1e6:.0f} to {max(seen) / 1e6:.0f} MB/s in {len(seen)} intervals")
 
 

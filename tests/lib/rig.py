@@ -4,8 +4,10 @@ It needs only Python's standard library: the programs in bench/ use it, too. The
 tests/conftest.py.
 """
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,6 +36,10 @@ class Failed(Exception):
     """The observed result, in place of the expected one."""
 
 
+class Late(Failed):
+    """Something did not happen in time. In tests of the marks `timed` and `paced`, a busy machine may be the reason."""
+
+
 class Skipped(unittest.SkipTest):
     """The missing precondition of a test. pytest reports a skip."""
 
@@ -52,7 +58,7 @@ def wait_for(what, condition, timeout_s=WAIT_S, every_s=0.02):
         if value:
             return value
         if time.monotonic() > end:
-            raise Failed(f"{what}: not within {timeout_s:g} s")
+            raise Late(f"{what}: not within {timeout_s:g} s")
         time.sleep(every_s)
 
 
@@ -95,7 +101,7 @@ def run(argv, timeout_s=WAIT_S, check=True, **more):
             [str(a) for a in argv], capture_output=True, text=True, errors="replace", timeout=timeout_s, **more
         )
     except subprocess.TimeoutExpired as e:
-        raise Failed(f"`{' '.join(map(str, argv))}` did not end within {timeout_s:g} s") from e
+        raise Late(f"`{' '.join(map(str, argv))}` did not end within {timeout_s:g} s") from e
     return succeeded(argv, done) if check else done
 
 
@@ -177,7 +183,7 @@ class Child:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as e:
-            raise Failed(f"{self.name} did not end within {timeout_s:g} s: {self.tail()}") from e
+            raise Late(f"{self.name} did not end within {timeout_s:g} s: {self.tail()}") from e
 
     def tail(self, lines=12):
         """The end of its output, for error messages."""
@@ -273,7 +279,7 @@ class Rig:
         # Counted by programs that are not tests. The folder is then kept.
         self.failed = 0
         self.dir = Path(tempfile.mkdtemp(prefix=f"vshunt-{name}."))
-        self.memory = None
+        self.memory = []
         if signals:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, lambda n, _: sys.exit(128 + n))
@@ -291,7 +297,7 @@ class Rig:
         if not os.access(shm, os.W_OK):
             return self.dir
         path = Path(tempfile.mkdtemp(prefix=f"vshunt-{self.name}.", dir=shm))
-        self.memory = path
+        self.memory.append(path)
         return path
 
     @staticmethod
@@ -306,13 +312,31 @@ class Rig:
         """Kill the programs that still run, and remove the folder; `keep`: not, because a test failed."""
         for child in reversed(self.children):
             child.kill()
+        folders = list(self.memory)
         if self.failed or keep:
             self.line(f"# the logs are in {self.dir}")
         else:
-            shutil.rmtree(self.dir, ignore_errors=True)
-        if self.memory:
-            shutil.rmtree(self.memory, ignore_errors=True)
+            folders.append(self.dir)
+        for folder in folders:
+            remove(folder)
         sys.stdout.flush()
+
+
+def remove(folder):
+    """Removes a folder, what is mounted in it, and what vshunt keeps elsewhere of its images."""
+    below = f"{folder}/".encode()
+    with open("/proc/self/mountinfo", "rb") as f:
+        points = [re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), line.split()[4]) for line in f]
+    for point in reversed(points):
+        if point.startswith(below):
+            subprocess.run(["umount", "-l", point], stderr=subprocess.DEVNULL, check=False)
+    for where, _, files in os.walk(folder):
+        for name in files:
+            # The map journal of an image whose daemon was killed (docs/formats/journal.md).
+            with contextlib.suppress(OSError):
+                stat = os.lstat(os.path.join(where, name))
+                os.unlink(f"/dev/shm/vshunt-map-{stat.st_dev:x}-{stat.st_ino:x}")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def one_line(error):

@@ -178,7 +178,7 @@ class Guest:
                 found = wait_for(f"the guest says {word!r}", look, 2 * timeout_s, every_s=0.1)
             return found
         except Failed as e:
-            raise Failed(f"{e}: {self.tail()}") from None
+            raise type(e)(f"{e}: {self.tail()}") from None
 
     def end(self, timeout_s=BOOT_S):
         """Wait for the guest's clean power-off; fails on anything its kernel complained about."""

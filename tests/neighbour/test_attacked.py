@@ -233,14 +233,16 @@ class Neighbour:
     def in_time(self, result, stalls):
         """No request of the load was late."""
         longest_s = max(result[kind]["latency_ns"]["max"] for kind in ("read", "write", "flush")) / 1e9
-        r.require(result["slow_ios"] == len(result["slow"]), f"{result['slow_ios']} requests took more than half a second")
+        if result["slow_ios"] > len(result["slow"]):
+            raise r.Late(f"{result['slow_ios']} requests took more than half a second")
         over = [(io["end_ns"] / 1e9, io["latency_ns"] / 1e9) for io in result["slow"] if io["latency_ns"] > LATE_S * 1e9]
         late = [took for end, took in over if took - stalls.within(end - took, end) > LATE_S]
         self.rig.say(
             f"{result['iops']:.0f} requests/s, the longest took {longest_s:.3f} s; {len(over) - len(late)} that took more than "
             f"{LATE_S:g} s do not count, since the machine stood still meanwhile"
         )
-        r.require(not late, f"{len(late)} requests were late: {late[:8]} s")
+        if late:
+            raise r.Late(f"{len(late)} requests were late: {late[:8]} s")
 
 
 @pytest.fixture(scope="module")

@@ -252,12 +252,12 @@ fn a_server_that_hangs_ends_the_run_soon_after_its_time() {
             self.0.push(text.to_owned());
         }
     }
-    let (start, mut notes) = (std::time::Instant::now(), Notes(Vec::new()));
+    let mut notes = Notes(Vec::new());
     model.behaviour().hang.store(true, Ordering::Release);
     let error = load::run(&mut disk, &plan, &mut notes).unwrap_err();
+    // Which of its limits ended it: a stall within the time has 30 s.
     assert!(error.to_string().contains("no completion for 1.5s with "), "{error}");
     assert_eq!(error.kind(), Kind::Io);
-    assert!(start.elapsed() < Duration::from_secs(25), "not the 30 s of a stall within the time");
     assert!(matches!(&notes.0[..], [note] if note.contains("waiting for ")), "{:?}", notes.0);
     model.behaviour().hang.store(false, Ordering::Release);
 }
