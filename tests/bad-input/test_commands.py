@@ -154,14 +154,8 @@ def test_no_answer_is_read(asked):
         return int(next(line for line in open(f"{proc}/status") if line.startswith("VmRSS")).split()[1])
 
     def writers():
-        count = 0
-        for task in os.listdir(f"{proc}/task"):
-            try:
-                name = open(f"{proc}/task/{task}/comm").read().strip()
-            except OSError:
-                continue  # it has ended
-            count += name.startswith("ctl-") and name.endswith("-out")
-        return count
+        names = [comm.strip() for _, comm in r.threads(asked.daemon.child.pid, "comm")]
+        return sum(name.startswith("ctl-") and name.endswith("-out") for name in names)
 
     before, clients = rss(), []
     try:

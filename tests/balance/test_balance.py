@@ -171,8 +171,7 @@ def test_workers_of_other_exports_are_not_used(rig):
 
 def threads(daemon, name):
     """How often each of the daemon's threads of a name has slept."""
-    tasks = (r.Path("/proc") / str(daemon.child.pid) / "task").iterdir()
-    named = [(task / "status").read_text() for task in tasks if (task / "comm").read_text().strip() == name]
+    named = [status for _, comm, status in r.threads(daemon.child.pid, "comm", "status") if comm.strip() == name]
     return [int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)$", text, re.MULTILINE)[1]) for text in named]
 
 

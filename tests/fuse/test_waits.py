@@ -186,22 +186,22 @@ def mount_id(path):
 
 
 def family(pid):
-    """A process and its children: (process, thread) pairs."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        yield pid, task
-        for child in (task / "children").read_text().split():
-            yield from family(int(child))
+    """A process and its children: (process, thread) pairs. What ends meanwhile is left out."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task, children in r.threads(pid, "children"):
+            yield pid, task
+            for child in children.split():
+                yield from family(int(child))
 
 
 def waiting(pid):
     """Threads of the process, and of its children, that wait for a FUSE server: their names and stacks."""
     found = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for process, task in family(pid):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                stack = (task / "stack").read_text()
-                if any(name in stack for name in WAITS):
-                    found.append(f"{process} {(task / 'comm').read_text().strip()}: {stack.splitlines()[:4]}")
+    for process, task in family(pid):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            stack = (task / "stack").read_text()
+            if any(name in stack for name in WAITS):
+                found.append(f"{process} {(task / 'comm').read_text().strip()}: {stack.splitlines()[:4]}")
     return found
 
 

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import time
-from pathlib import Path
 
 import net_frames as f
 import net_peer as c
@@ -76,8 +75,7 @@ def asleep(daemon):
 
     def look():
         found = {}
-        for task in Path(f"/proc/{daemon.child.pid}/task").iterdir():
-            status = (task / "status").read_text()
+        for task, status in r.threads(daemon.child.pid, "status"):
             if status.startswith("Name:\tworker-"):
                 found[task.name] = re.findall(r"^(?:State|\w+_ctxt_switches):\s+(\S+)", status, re.MULTILINE)
         return found

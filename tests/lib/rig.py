@@ -120,6 +120,14 @@ def whole_lines(path):
     return text[: text.rfind("\n") + 1]
 
 
+def threads(pid, *files):
+    """The threads of a process: the folder of each in /proc, and the texts of these files in it. One that ends meanwhile is left out."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            texts = [(task / name).read_text(errors="replace") for name in files]
+            yield task, *texts
+
+
 def receivers(pid):
     """The processes that receive descriptors for this daemon."""
 

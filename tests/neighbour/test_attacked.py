@@ -92,7 +92,7 @@ class Neighbour:
     def values(self):
         """Descriptors, mappings with a name and without, threads, and bytes of memory of the daemon."""
         proc = Path(f"/proc/{self.daemon.child.pid}")
-        names = [task.read_text() for task in proc.glob("task/*/comm")]
+        names = [name for _, name in r.threads(self.daemon.child.pid, "comm")]
         mappings = (proc / "maps").read_text().splitlines()
         # Range, rights, offset, device, file number, and a name or none.
         named = sum(len(mapping.split(maxsplit=5)) == 6 for mapping in mappings)
