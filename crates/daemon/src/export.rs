@@ -171,10 +171,6 @@ impl Export {
         self.served.read_locked()
     }
 
-    pub(super) fn connected(&self) -> bool {
-        self.served().as_ref().is_some_and(|s| s.frontend.connected())
-    }
-
     /// Unmounts a mount that has no open file, so that the removal disturbs no program.
     pub(super) fn release(&self) -> Result<()> {
         match &*self.served() {
@@ -186,7 +182,9 @@ impl Export {
     /// Returns whether a front end would lose its device. A mount knows this itself, and an uplink
     /// has no front end.
     pub(super) fn in_use(&self) -> bool {
-        matches!(self.spec.kind, ExportKind::VhostUserBlk | ExportKind::VhostUserNet) && self.connected()
+        let uses = |s: &Served| s.frontend.connected() && !s.frontend.leaving();
+        matches!(self.spec.kind, ExportKind::VhostUserBlk | ExportKind::VhostUserNet)
+            && self.served().as_ref().is_some_and(uses)
     }
 
     /// Checks that its mount does not lie over the image of `disk`. Such an image has no name while
@@ -347,6 +345,7 @@ impl Export {
             },
             engine_reason: served.as_ref().and_then(|s| s.engine_reason.clone()),
             connected: served.as_ref().is_some_and(|s| s.frontend.connected()),
+            leaving: served.as_ref().is_some_and(|s| s.frontend.leaving()),
             removing: false,
             features: served.as_ref().map_or(Vec::new(), |s| s.frontend.features()),
             mount: served.as_ref().and_then(|s| s.frontend.mount()),

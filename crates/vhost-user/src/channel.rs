@@ -72,9 +72,15 @@ fn peer_stopped_receiving(stream: &UnixStream) -> bool {
     if send(stream, &[], flags) != Err(rustix::io::Errno::PIPE) {
         return false;
     }
-    // A connection whose other end is closed fails to send, too, but has hung up.
+    // A connection whose other end is closed fails to send, too.
+    !has_hung_up(stream)
+}
+
+/// Returns whether the other end is closed, or its sending direction is shut down. Also if that is
+/// not known.
+pub(super) fn has_hung_up(stream: &UnixStream) -> bool {
     let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
-    poll(&mut fds, Some(&Timespec::default())).is_ok() && fds.iter().all(|fd| fd.revents().is_empty())
+    poll(&mut fds, Some(&Timespec::default())).is_err() || fds.iter().any(|fd| !fd.revents().is_empty())
 }
 
 #[cfg(test)]

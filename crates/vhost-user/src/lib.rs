@@ -199,6 +199,12 @@ impl VhostUser {
         self.inner.connected.load(Relaxed)
     }
 
+    /// Returns whether the front end that is connected has closed its end: the connection ends when
+    /// its requests have ended.
+    pub fn leaving(&self) -> bool {
+        self.inner.stream.locked().as_ref().is_some_and(channel::has_hung_up)
+    }
+
     /// Returns the negotiated features, one bit each.
     pub fn features(&self) -> u64 {
         self.inner.features.load(Relaxed)

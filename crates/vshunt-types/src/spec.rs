@@ -576,6 +576,10 @@ pub struct ExportInfo {
     pub engine_reason: Option<String>,
     /// Whether a front end is connected, or the file is mounted.
     pub connected: bool,
+    /// Whether the front end that is connected has ended or closed the connection. The export is
+    /// free for the next one when the requests in flight have ended.
+    #[serde(default)]
+    pub leaving: bool,
     /// Whether it is being removed. Its users are disconnected, and it ends with its last request.
     #[serde(default)]
     pub removing: bool,

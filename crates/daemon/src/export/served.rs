@@ -31,6 +31,11 @@ impl Frontend {
         }
     }
 
+    /// Returns whether the front end has gone, and its requests have not ended.
+    pub(crate) fn leaving(&self) -> bool {
+        matches!(self, Self::VhostUser(socket) if socket.leaving())
+    }
+
     pub(crate) fn config_changed(&self) {
         match self {
             Self::VhostUser(socket) => socket.config_changed(),

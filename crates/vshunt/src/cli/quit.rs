@@ -12,7 +12,8 @@ use crate::outcome::{Failure, Outcome, print_line};
 
 /// The time limit for the end of the daemon.
 const QUIT_TIME: Duration = Duration::from_secs(60);
-/// The daemon notices within this time that a VMM has ended. Scripts end both, one after the other.
+/// The daemon notices within this time that a file was closed. Scripts close it and end the daemon,
+/// one after the other.
 const NOTICED: Duration = Duration::from_secs(1);
 const QUERY_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -48,6 +49,7 @@ impl Users {
     fn of(exports: &[ExportInfo]) -> Self {
         let of_vmm = |e: &&ExportInfo| {
             e.connected
+                && !e.leaving
                 && !e.removing
                 && matches!(e.spec.kind, ExportKind::VhostUserBlk | ExportKind::VhostUserNet)
         };
@@ -100,9 +102,10 @@ mod tests {
     fn the_exports_in_use_are_named() {
         let none = json!({});
         let waiting = export("w", "vhost-user-blk", json!({ "connected": false }));
+        let leaving = export("l", "vhost-user-blk", json!({ "leaving": true }));
         let removing = export("r", "vhost-user-blk", json!({ "removing": true }));
         let uplink = export("u", "uplink", none.clone());
-        let idle = [waiting, removing, uplink];
+        let idle = [waiting, leaving, removing, uplink];
         assert_eq!(Users::of(&idle).refusal(), None);
         let [blk, net] =
             [export("vm0", "vhost-user-blk", none.clone()), export("nic0", "vhost-user-net", none)];

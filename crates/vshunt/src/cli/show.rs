@@ -190,6 +190,7 @@ pub(crate) fn exports(exports: &[ExportInfo]) -> String {
                 (_, ExportKind::Fuse) => "mounted",
                 (_, ExportKind::Uplink) if is_blocked(e) => "blocked",
                 (_, ExportKind::Uplink) => "joined",
+                (true, _) if e.leaving => "leaving",
                 (true, _) => "connected",
                 (false, _) => "waiting",
             };
@@ -492,14 +493,15 @@ mod tests {
     }
 
     #[test]
-    fn an_export_that_is_being_removed_says_so() {
-        let export = |removing: bool| -> ExportInfo {
+    fn an_export_that_is_being_removed_or_left_says_so() {
+        let export = |removing: bool, leaving: bool| -> ExportInfo {
             let value = serde_json::json!({ "type": "vhost-user-blk", "name": "e0", "disk": "d0", "engine": "user",
-                "connected": true, "removing": removing, "features": [], "queue-list": [] });
+                "connected": true, "leaving": leaving, "removing": removing, "features": [], "queue-list": [] });
             serde_json::from_value(value).unwrap()
         };
-        for (removing, state) in [(false, "connected"), (true, "removing")] {
-            let text = exports(&[export(removing)]);
+        let cases = [(false, false, "connected"), (false, true, "leaving"), (true, true, "removing")];
+        for (removing, leaving, state) in cases {
+            let text = exports(&[export(removing, leaving)]);
             assert_eq!(
                 text.lines().nth(1).and_then(|row| row.split_whitespace().nth(4)),
                 Some(state),

@@ -234,6 +234,30 @@ fn commands_do_not_wait_for_a_disk_that_hangs() {
     rig.daemon.shutdown();
 }
 
+/// Whether a front end would lose its device does not depend on when its session ends.
+#[test]
+fn a_front_end_that_has_gone_is_no_user() {
+    let rig = Rig::new();
+    let Some(below) = Below::new(rig.dir.path(), MIB, 1) else { return };
+    disk_on(&rig, "d", &below.mounts[0]);
+    rig.export("e", "d", 1, |_| {});
+    let mut client = rig.connect("e", Options { queues: 1, ..small() });
+    let export = || rig.daemon.exports().into_iter().find(|e| e.spec.name == "e").unwrap();
+    assert!(export().connected && !export().leaving);
+    let error = rig.daemon.export_remove("e", false).unwrap_err();
+    assert!(error.to_string().contains("front end connected"), "{error}");
+    below.stop();
+    submit(&mut client, request::IN, 0);
+    in_flight(&rig, "e", 1);
+    drop(client);
+    assert!(export().connected && export().leaving, "its request hangs");
+    let error = rig.daemon.export_remove("e", false).unwrap_err();
+    assert!(error.to_string().contains("has requests that do not end"), "{error}");
+    below.go_on();
+    wait_for("the export is gone", || rig.daemon.exports().is_empty().then_some(()));
+    rig.daemon.shutdown();
+}
+
 /// A daemon in a process of its own, which logs to `daemon.log`; killed when dropped.
 struct Served {
     child: Child,

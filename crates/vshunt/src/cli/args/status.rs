@@ -43,10 +43,11 @@ Columns of networks, which are shown if there are any:
 Columns of exports:
   BACKEND  the disk or network
   MODE     ro or rw, for the user of the export
-  STATE    connected: a front end (a VMM) is connected; waiting: none is;
-           mounted; joined: an uplink whose tap is a port of its switch;
-           blocked: an uplink that makes a loop with another one; removing:
-           the export ends with its last requests
+  STATE    connected: a front end (a VMM) is connected; leaving: it has ended,
+           and its requests have not; waiting: none is connected; mounted;
+           joined: an uplink whose tap is a port of its switch; blocked: an
+           uplink that makes a loop with another one; removing: the export
+           ends with its last requests
   ENGINE   user: workers of the daemon serve the requests; kernel: the kernel
            does (/dev/vhost-blk or /dev/vhost-net). Of a mount: dev (channels
            of /dev/fuse), io_uring (a queue for each CPU), or passthrough (the

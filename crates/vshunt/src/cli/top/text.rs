@@ -66,6 +66,7 @@ pub(super) fn export(row: &ExportRow) -> [String; 9] {
         ExportKind::Uplink => "uplink",
     };
     let state = match (row.kind, row.connected) {
+        _ if row.leaving => "leaving",
         _ if row.limited => "limited",
         (ExportKind::Fuse, _) => "mounted",
         (ExportKind::Uplink, _) => "joined",

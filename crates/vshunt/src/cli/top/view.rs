@@ -59,6 +59,7 @@ pub(super) struct ExportRow {
     pub(super) kind: ExportKind,
     pub(super) backend: String,
     pub(super) connected: bool,
+    pub(super) leaving: bool,
     pub(super) in_flight: u32,
     #[serde(flatten)]
     pub(super) rates: Rates,
@@ -320,6 +321,7 @@ impl ExportRow {
             kind: export.spec.kind,
             backend: export.spec.of().to_owned(),
             connected: export.connected,
+            leaving: export.leaving,
             in_flight: 0,
             rates: Rates::default(),
             service_times: None,
