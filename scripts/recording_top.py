@@ -19,8 +19,8 @@ import recording_screen
 
 COLUMNS, ROWS = 100, 24
 WAIT_S = 60.0
-# How long nothing is drawn between two pictures, at least.
-QUIET_S = 0.15
+# What `vshunt top` sends at the end of each picture: it hides the cursor.
+PICTURE_END = "\x1b[?25l"
 END_S = 10.0
 
 # name, its keys, queues, more keys of the export; arguments of the load, or None for none
@@ -115,14 +115,17 @@ def top(running, interval_s, intervals):
         argv = [f"{running.programs}/vshunt", "-c", "vshunt.sock", "top", "--interval", f"{round(interval_s * 1000)}ms"]
         child = running.start(argv, stdin=inner, stdout=inner, stderr=inner, env=env)
         shown, decoder = recording_screen.Screen(COLUMNS, ROWS), codecs.getincrementaldecoder("utf-8")()
-        last = f"{DISKS[-1][0]}:0"
-        end, first = time.monotonic() + WAIT_S, None
+        loaded = [f"{name}:{queue} " for name, _, queues, _, load in DISKS if load for queue in range(queues)]
+        end, first, sent = time.monotonic() + WAIT_S, None, ""
         while True:
-            if select.select([ours], [], [], QUIET_S)[0]:
-                shown.feed(decoder.decode(os.read(ours, 65536)))
+            if select.select([ours], [], [], 0.1)[0]:
+                sent += decoder.decode(os.read(ours, 65536))
             elif child.poll() is not None or time.monotonic() > end:
                 sys.exit("recording: vshunt top does not show all queues:\n" + "\n".join(shown.lines()))
-            elif any(line.startswith(last) for line in shown.lines()):
+            pictures, ends, sent = sent.rpartition(PICTURE_END)
+            shown.feed(pictures + ends)
+            lines = shown.lines()
+            if ends and all(any(line.startswith(queue) for line in lines) for queue in loaded):
                 # The rates of the first interval are there.
                 first = first or time.monotonic()
                 if time.monotonic() - first >= (intervals - 1) * interval_s:
