@@ -73,14 +73,15 @@ fn peer_stopped_receiving(stream: &UnixStream) -> bool {
         return false;
     }
     // A connection whose other end is closed fails to send, too.
-    !has_hung_up(stream)
+    has_hung_up(stream) == Some(false)
 }
 
-/// Returns whether the other end is closed, or its sending direction is shut down. Also if that is
-/// not known.
-pub(super) fn has_hung_up(stream: &UnixStream) -> bool {
+/// Returns whether the other end is closed, or its sending direction is shut down. None: the system
+/// does not tell.
+pub(super) fn has_hung_up(stream: &UnixStream) -> Option<bool> {
     let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
-    poll(&mut fds, Some(&Timespec::default())).is_err() || fds.iter().any(|fd| !fd.revents().is_empty())
+    poll(&mut fds, Some(&Timespec::default())).ok()?;
+    Some(fds.iter().any(|fd| !fd.revents().is_empty()))
 }
 
 #[cfg(test)]

@@ -202,7 +202,7 @@ impl VhostUser {
     /// Returns whether the front end that is connected has closed its end: the connection ends when
     /// its requests have ended.
     pub fn leaving(&self) -> bool {
-        self.inner.stream.locked().as_ref().is_some_and(channel::has_hung_up)
+        self.inner.stream.locked().as_ref().and_then(channel::has_hung_up) == Some(true)
     }
 
     /// Returns the negotiated features, one bit each.
