@@ -40,7 +40,7 @@ CASES = {"depth": depth.case, "null": cases.null, "ram": cases.ram, "tmpfs": cas
          "kernel": kernel.case,
          "net-tap": net.tap, "net-user": net.user, "net-switch": net_switch.case, "net-guest": net_tcp.case,
          "qcow2-tmpfs": qcow2.tmpfs, "qcow2-ext4": qcow2.ext4, "qcow2-thin": qcow2.thin, "qcow2-large": qcow2.large,
-         "qcow2-backup": backup.backup}
+         "qcow2-backup": backup.backup, "qcow2-mirror": backup.mirror}
 # Only where it is asked for: what it measures is within the others.
 EXTRA = {"fuse-seed": fuse.seeds, "before": before.case}
 GROUPS = {group: [c for c in CASES if c.startswith(f"{group}-")] for group in ("fuse", "qcow2", "net")}

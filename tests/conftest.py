@@ -18,6 +18,7 @@ PR_SET_CHILD_SUBREAPER = 36
 # Marks of whole folders.
 MARKS = {
     "backup": ("root",),
+    "mirror": ("root",),
     "fuse": ("root",),
     "net": ("root",),
     "net-load": ("root",),
@@ -43,7 +44,7 @@ LONGEST = (
 
 # Folders whose files may run side by side. The files of the others share something: a setting of
 # the kernel, a network.
-SPREAD = ("backup", "bad-input", "image", "net", "net-load", "qcow2", "snapshot")
+SPREAD = ("backup", "bad-input", "image", "mirror", "net", "net-load", "qcow2", "snapshot")
 
 
 def pytest_addoption(parser):

@@ -184,7 +184,6 @@ def refused_by_qmp(qmp):
         ({"sync": "bitmap", "bitmap": "b0", "bitmap_mode": "never"}, "bitmap-mode"),
         ({"sync": "full", "bitmap": "b0"}, "bitmap"),
         ({"sync": "full", "compress": True}, "compress"),
-        ({"sync": "full", "auto_finalize": False}, "auto-finalize"),
         ({"sync": "full", "on_target_error": "stop"}, "on-target-error"),
         ({"sync": "full", "filter_node_name": "f"}, "filter-node-name"),
         ({"sync": "full", "job_id": "a b"}, "job name"),

@@ -83,7 +83,7 @@ def test_what_cannot_be_backed_up_and_why(suite):
         (("d0", "--to", new, "--incremental", "none", "--backing", before), ("d0", "none", "bitmap list"), 1),
         (("d0", "--to", new, "--incremental", "off", "--backing", before), ("off", "full backup"), 1),
         (("d0", "--target", "none"), ("disk none",), 1),
-        (("d0", "--target", "d0"), ("d0", "its own backup"), 1),
+        (("d0", "--target", "d0"), ("d0", "its own target"), 1),
         (("d0", "--target", "used"), ("used", "export e1", "remove"), 1),
         (("d0", "--target", "ro"), ("ro", "read-only"), 1),
         (("d0", "--target", "large"), ("large", str(2 * SIZE), str(SIZE)), 1),

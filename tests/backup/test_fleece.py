@@ -21,14 +21,7 @@ THREADS = 4
 
 def open_files(daemon, path):
     """How many descriptors of the daemon are of a file that had this path."""
-    folder = f"/proc/{daemon.child.pid}/fd"
-    found = 0
-    for fd in os.listdir(folder):
-        try:
-            found += os.readlink(f"{folder}/{fd}") == f"{path} (deleted)"
-        except OSError:
-            continue  # it was closed meanwhile
-    return found
+    return list(r.open_files(daemon.child.pid)).count(f"{path} (deleted)")
 
 
 def gone(daemon, path):

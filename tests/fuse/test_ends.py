@@ -80,13 +80,7 @@ class Callers:
 
     def opened(self, child):
         """How often a caller has it open."""
-        count = 0
-        for fd in os.listdir(f"/proc/{child.pid}/fd"):
-            try:
-                count += os.readlink(f"/proc/{child.pid}/fd/{fd}") == str(self.path)
-            except FileNotFoundError:
-                pass
-        return count
+        return list(r.open_files(child.pid)).count(str(self.path))
 
     def cut_off(self, what):
         """Checks that users of the file get errors, and do not wait for a mount that is gone."""

@@ -128,6 +128,13 @@ def threads(pid, *files):
             yield task, *texts
 
 
+def open_files(pid):
+    """What the descriptors of a process refer to. One that is closed meanwhile is left out."""
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(f"/proc/{pid}/fd/{fd}")
+
+
 def receivers(pid):
     """The processes that receive descriptors for this daemon."""
 

@@ -181,3 +181,45 @@ def bench(rig, disk, name, *more):
     load = r.Child(rig, name, argv)
     r.wait_for("the load's first requests", lambda: sum(q["requests"] for q in disk.daemon.status()["queues"] if q["export"] == "e0"))
     return load
+
+
+class Pair:
+    """A daemon with two mounted disks. A thread writes a number to a block of the first one, waits, and writes the
+    same number to the second one: the second is never ahead."""
+
+    def __init__(self, rig, name, size=8):
+        self.rig = rig
+        self.paths = [image(rig, f"{name}-{n}", "qcow2", size) for n in range(2)]
+        self.files = [rig.dir / f"{name}-{n}.mnt" for n in range(2)]
+        arguments = ["-v"]
+        for n, (path, file) in enumerate(zip(self.paths, self.files)):
+            arguments += ["--disk", f"name=d{n},format=qcow2,file={path}"]
+            mount = f"type=fuse,name=f{n},disk=d{n},mountpoint={file},writable=on,passthrough=off"
+            arguments += ["--export", mount]
+        self.daemon = r.Daemon(rig, *arguments, name=name)
+        self.blocks = size * MIB // BLOCK
+        self.number, self.error = 0, None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        try:
+            fds = [os.open(file, os.O_RDWR) for file in self.files]
+            while not self._stop.is_set():
+                number = self.number + 1
+                for fd in fds:
+                    os.pwrite(fd, bytes_of(number), number % self.blocks * BLOCK)
+                self.number = number
+            for fd in fds:
+                os.close(fd)
+        except OSError as e:
+            self.error = e
+
+    def stop(self):
+        self._stop.set()
+        self._thread.join(r.WAIT_S)
+        r.require(not self._thread.is_alive() and self.error is None, f"the writer: {self.error}")
+
+    def shown(self):
+        return [disk["file"] for disk in self.daemon.status()["disks"]]

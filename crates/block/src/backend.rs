@@ -88,7 +88,7 @@ impl Backend {
 #[inline]
 pub(super) fn null(io: &mut Io) -> i32 {
     match io.request.op {
-        Op::WriteCompressed => -libc::EOPNOTSUPP,
+        Op::WriteCompressed | Op::Populate => -libc::EOPNOTSUPP,
         Op::Seek { .. } => io.all_data(),
         _ => 0,
     }

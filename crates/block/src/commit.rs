@@ -128,7 +128,7 @@ impl Disk {
     /// Replaces this disk's reader locks on the backing image by writer locks on a file of their
     /// own. Fails if another process reads the image.
     fn lock_backing(&self, next: &DiskSpec) -> Result<Option<File>> {
-        let Some(path) = next.file.as_ref().filter(|_| self.locked) else { return Ok(None) };
+        let Some(path) = next.file.as_ref().filter(|_| self.is_locked()) else { return Ok(None) };
         let file = open_image(path, true);
         let file = file.map_err(|e| Error::io(format_args!("cannot open {}", path.display()), e))?;
         let backend = self.backend();
@@ -139,7 +139,7 @@ impl Disk {
 
     /// Takes the reader locks on the backing image again, after it was closed.
     pub fn relock_backing(&self, next: &DiskSpec) {
-        let Some(path) = next.file.as_ref().filter(|_| self.locked) else { return };
+        let Some(path) = next.file.as_ref().filter(|_| self.is_locked()) else { return };
         for raw in self.backend().files().iter().filter(|raw| raw.is_of(path)) {
             if let Err(e) = lock::take_over(raw.image(), path, true) {
                 tracing::warn!("{e}");

@@ -2,21 +2,26 @@
 //!
 //! It reads ahead through the blocks to be copied, and writes old data that writes of guests have
 //! read (`copy_before_write`). With a fleecing file, it reads ahead through both, disk and file,
-//! and writes them to the target together.
+//! and writes them to the target together. Or it copies what guests write, again and again, until
+//! it is stopped (`copy_after_write`).
 //!
 //! What must never happen: a block is left out without an error; a guest waits for a copy that has
 //! ended.
 
+mod work;
+
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU8, AtomicU32, AtomicU64, Ordering::*};
+use std::sync::{Arc, Mutex};
 use std::thread::Thread;
 
 use vshunt_engine::{PollState, Queue, QueueStats, Token, Uring};
+use vshunt_types::sync::Locked;
 
+pub use self::work::Work;
 use crate::bits::Bits;
 use crate::bounce::{AlignedBuf, is_zero};
-use crate::copy_before_write::{CopyBeforeWrite, OldData};
+use crate::copy_before_write::OldData;
 use crate::disk::Disk;
 use crate::handle::DiskHandle;
 use crate::{Extent, Io, Op, Step};
@@ -50,20 +55,25 @@ pub enum Side {
 
 /// A copy, shared by control threads and its queues.
 pub struct Copy {
-    /// The disk that is read.
-    pub source: Arc<Disk>,
+    /// The disk that is read. None once a copy that has to end needs it no more. Locked when a
+    /// queue is attached and when the copy ends, never for a request.
+    source: Mutex<Option<Arc<Disk>>>,
+    /// Queues that have a handle of the source.
+    readers: AtomicU32,
     /// The disk that is written.
     pub target: Arc<Disk>,
     /// The fleecing file of the source.
     pub fleece: Option<Arc<Disk>>,
     /// The blocks that are left, and old data.
-    pub work: Arc<CopyBeforeWrite>,
+    pub work: Work,
     /// Whether whole clusters are written compressed.
     pub compress: bool,
     /// Whether zeroes keep the space of the target.
     pub in_place: bool,
     /// Whether the target reads as zeroes where it was not written.
     pub fresh: bool,
+    /// Whether the source, an image, gets what its backing images have. There is no target then.
+    populates: bool,
     /// Bytes that may be read ahead. Old data of guests does not count.
     pub credit: AtomicI64,
     /// Most reads ahead at a time.
@@ -93,15 +103,17 @@ pub struct Copy {
 
 impl Copy {
     /// Creates a copy of `work` without a speed limit. `owner` is unparked when the copy has ended.
-    pub fn new(source: Arc<Disk>, target: Arc<Disk>, work: Arc<CopyBeforeWrite>, owner: Thread) -> Self {
+    pub fn new(source: Arc<Disk>, target: Arc<Disk>, work: impl Into<Work>, owner: Thread) -> Self {
         Self {
-            source,
+            source: Mutex::new(Some(source)),
+            readers: AtomicU32::new(0),
             target,
             fleece: None,
-            work,
+            work: work.into(),
             compress: false,
             fresh: false,
             in_place: false,
+            populates: false,
             credit: AtomicI64::new(NO_LIMIT),
             depth: AtomicU32::new(DEPTH_MAX),
             paused: AtomicBool::new(false),
@@ -115,6 +127,12 @@ impl Copy {
             at: AtomicU64::new(0),
             owner,
         }
+    }
+
+    /// Creates a copy that gives a qcow2 image what its backing images have in the blocks of
+    /// `work`, which no guest looks at.
+    pub fn populating(image: Arc<Disk>, work: impl Into<Work>, owner: Thread) -> Self {
+        Self { populates: true, ..Self::new(image.clone(), image, work, owner) }
     }
 
     /// Sets whether the target reads as zeroes where it was not written.
@@ -146,6 +164,28 @@ impl Copy {
         (errno != 0).then(|| (side, self.at.load(Relaxed), std::io::Error::from_raw_os_error(errno)))
     }
 
+    /// Gives up the source of a copy that was stopped or has failed, once nothing reads it, even if
+    /// the target still has requests. Returns whether the copy does not need it any more.
+    pub fn leave_source(&self) -> bool {
+        let mut source = self.source.locked();
+        if self.must_end() && self.readers.load(Acquire) == 0 {
+            *source = None;
+        }
+        source.is_none()
+    }
+
+    fn must_end(&self) -> bool {
+        self.stop.load(Relaxed) || self.errno.load(Relaxed) != 0
+    }
+
+    /// Makes a handle of the source for a queue, unless the copy has to end.
+    fn attach_source(&self, uring: &mut Uring) -> Option<DiskHandle> {
+        let source = self.source.locked();
+        let source = source.as_ref().filter(|_| !self.must_end())?;
+        self.readers.fetch_add(1, AcqRel);
+        Some(source.attach(uring))
+    }
+
     /// Stores the first failure.
     fn fail(&self, side: Side, at: u64, errno: i32) {
         if self.errno.load(Relaxed) == 0 {
@@ -170,6 +210,8 @@ enum Bytes {
 enum Stage {
     /// It asks whether there is data.
     Seek,
+    /// The image copies from below.
+    Populate,
     Read,
     /// It reads the fleecing file.
     ReadStored,
@@ -227,6 +269,8 @@ pub struct CopyQueue {
     spare: Vec<AlignedBuf>,
     /// Number of slots that read ahead or write what they read.
     ahead: u32,
+    /// Number of slots that read the source.
+    reading: u32,
     /// The block after the last read ahead.
     cursor: u64,
     /// Whether nothing is left to read ahead.
@@ -266,6 +310,7 @@ impl CopyQueue {
             free: (0..count as u16).rev().collect(),
             spare: Vec::new(),
             ahead: 0,
+            reading: 0,
             cursor: 0,
             exhausted: false,
             source: None,
@@ -282,20 +327,33 @@ impl CopyQueue {
     /// Returns whether the queue may read ahead.
     fn may_read_ahead(&self) -> bool {
         let copy = &self.copy;
-        (!self.exhausted || copy.work.has_stored())
+        (!self.exhausted || copy.work.has_more())
             && self.ahead < copy.depth.load(Relaxed).clamp(1, DEPTH_MAX)
             && copy.credit.load(Relaxed) > 0
-            && !copy.paused.load(Relaxed)
+            && (!copy.paused.load(Relaxed) || copy.work.follows_writes())
     }
 
     fn must_end(&self) -> bool {
-        self.copy.stop.load(Relaxed) || self.copy.errno.load(Relaxed) != 0
+        self.copy.must_end()
+    }
+
+    /// Lets go of the source if the copy has to end, and nothing reads it. So the source does not
+    /// wait for requests of a target that hangs.
+    fn leave_source(&mut self, uring: &mut Uring) {
+        if self.reading > 0 || !self.must_end() {
+            return;
+        }
+        if let Some(handle) = self.source.take() {
+            handle.detach(uring);
+            self.copy.readers.fetch_sub(1, AcqRel);
+            self.copy.owner.unpark();
+        }
     }
 
     /// Starts a write of old data.
     fn begin_old_data(&mut self, uring: &mut Uring, place: Token) -> bool {
         self.copy.under_way.fetch_add(1, AcqRel);
-        let Some(old) = self.copy.work.take() else {
+        let Some(old) = self.copy.work.take_old() else {
             self.copy.under_way.fetch_sub(1, AcqRel);
             return false;
         };
@@ -316,22 +374,27 @@ impl CopyQueue {
         self.copy.under_way.fetch_add(1, AcqRel);
         let index = *self.free.last().expect("the caller looked");
         let slot = &mut self.slots[index as usize];
-        let Some(blocks) = work.read_ahead(self.cursor, CHUNK_BYTES, &mut slot.stored) else {
+        let paused = self.copy.paused.load(Relaxed);
+        let Some(blocks) = work.next(self.cursor, CHUNK_BYTES, paused, &mut slot.stored) else {
             self.copy.under_way.fetch_sub(1, AcqRel);
             self.exhausted = true;
             return false;
         };
         self.cursor = blocks.end;
-        let range = work.todo().bytes(blocks.clone());
+        let range = work.blocks().bytes(blocks.clone());
         let len = range.end - range.start;
-        let need = (len as usize).next_multiple_of(4096).max(CHUNK_BYTES as usize);
+        let need = match self.copy.populates {
+            // The image has the bytes in its own buffer.
+            true => 4096,
+            false => (len as usize).next_multiple_of(4096).max(CHUNK_BYTES as usize),
+        };
         let (all_stored, two) = (slot.stored.first() == Some(&blocks), !slot.stored.is_empty());
         let mut buf = || self.spare.pop().filter(|b| b.len() >= need).or_else(|| AlignedBuf::new(need));
         let second = (two && !all_stored).then(&mut buf);
         let (Some(buf), false) = (buf(), matches!(second, Some(None))) else {
             self.copy.fail(Side::Source, range.start, libc::ENOMEM);
             slot.stored.clear();
-            work.end_read_ahead(blocks, &mut |w| uring.wake(w.who, w.token));
+            work.has_read(blocks, &mut |w| uring.wake(w.who, w.token));
             self.copy.under_way.fetch_sub(1, AcqRel);
             return false;
         };
@@ -344,12 +407,19 @@ impl CopyQueue {
         slot.bytes = Bytes::Chunk(buf);
         if all_stored {
             self.read_stored(uring, place, index);
-        } else if two {
+            return true;
+        }
+        self.reading += 1;
+        if two || (self.copy.work.follows_writes() && len < ZERO_UNIT) {
             self.read(uring, place, index);
         } else {
-            slot.io.reset(Op::Seek { own: false }, range.start, false);
+            let (op, stage) = match self.copy.populates {
+                true => (Op::Populate, Stage::Populate),
+                false => (Op::Seek { own: false }, Stage::Seek),
+            };
+            slot.io.reset(op, range.start, false);
             slot.io.request.len = len;
-            slot.stage = Stage::Seek;
+            slot.stage = stage;
             let handle = self.source.as_ref().expect("armed");
             if let Step::Done(res) = handle.start(uring, &mut slot.io, place.with(index, OP_IO)) {
                 self.stepped(uring, place, index, res);
@@ -377,7 +447,7 @@ impl CopyQueue {
     /// blocks between that are not used.
     fn read_stored(&mut self, uring: &mut Uring, place: Token, index: u16) {
         let slot = &mut self.slots[index as usize];
-        let range = self.copy.work.todo().bytes(slot.stored_span());
+        let range = self.copy.work.blocks().bytes(slot.stored_span());
         let Bytes::Chunk(chunk) = &mut slot.bytes else { unreachable!("only chunks are read") };
         let buf = slot.second.as_mut().unwrap_or(chunk);
         slot.io.reset(Op::Read, range.start, false);
@@ -395,7 +465,7 @@ impl CopyQueue {
     /// this chunk there any more.
     fn free_stored(&mut self, uring: &mut Uring, place: Token, index: u16) {
         let slot = &mut self.slots[index as usize];
-        let range = self.copy.work.todo().bytes(slot.stored_span());
+        let range = self.copy.work.blocks().bytes(slot.stored_span());
         slot.io.reset(Op::Discard, range.start, false);
         slot.io.request.len = range.end - range.start;
         slot.stage = Stage::Free;
@@ -414,6 +484,7 @@ impl CopyQueue {
             slot.counted = slot.at;
             if slot.at == slot.range.end {
                 QueueStats::add(&self.stats.requests, 1);
+                self.copy.work.has_copied(&slot.blocks, &mut |w| uring.wake(w.who, w.token));
                 match slot.stored.is_empty() {
                     true => self.free_slot(uring, index),
                     false => self.free_stored(uring, place, index),
@@ -426,7 +497,7 @@ impl CopyQueue {
                 Bytes::None => unreachable!("a slot in use has bytes"),
             };
             let unit = match self.copy.compress {
-                true => self.copy.work.todo().granularity(),
+                true => self.copy.work.blocks().granularity(),
                 false => ZERO_UNIT,
             };
             let (skip, end) =
@@ -489,18 +560,24 @@ impl CopyQueue {
             return;
         }
         let slot = &mut self.slots[index as usize];
-        if matches!(stage, Stage::Seek | Stage::Read) {
+        if matches!(stage, Stage::Seek | Stage::Read | Stage::Populate) {
             // The read has ended, even if it failed.
-            self.copy.work.end_read_ahead(slot.blocks.clone(), &mut |w| uring.wake(w.who, w.token));
+            self.reading -= 1;
+            self.copy.work.has_read(slot.blocks.clone(), &mut |w| uring.wake(w.who, w.token));
         }
         if res < 0 {
             let side = match stage {
-                Stage::Write => Side::Target,
+                Stage::Write | Stage::Populate => Side::Target,
                 Stage::ReadStored => Side::Fleece,
                 _ => Side::Source,
             };
             self.failed(uring, index, side, at, res);
             return;
+        }
+        if stage == Stage::Populate {
+            let slot = &mut self.slots[index as usize];
+            slot.zero = true;
+            slot.at = slot.range.end;
         }
         let slot = &self.slots[index as usize];
         if stage == Stage::Read {
@@ -517,7 +594,7 @@ impl CopyQueue {
             return;
         }
         if stage == Stage::ReadStored {
-            self.slots[index as usize].merge(self.copy.work.todo());
+            self.slots[index as usize].merge(self.copy.work.blocks());
         }
         self.write(uring, place, index);
     }
@@ -537,7 +614,7 @@ impl CopyQueue {
                 self.ahead -= 1;
                 self.spare.push(buf);
             }
-            Bytes::OldData(old) => self.copy.work.written(old, &mut |w| uring.wake(w.who, w.token)),
+            Bytes::OldData(old) => self.copy.work.old_is_written(old, &mut |w| uring.wake(w.who, w.token)),
             Bytes::None => unreachable!("a slot in use has bytes"),
         }
         self.spare.extend(slot.second.take());
@@ -575,7 +652,9 @@ impl CopyQueue {
 
 impl Queue for CopyQueue {
     fn arm(&mut self, uring: &mut Uring, place: Token) {
-        self.source.get_or_insert_with(|| self.copy.source.attach(uring));
+        if self.source.is_none() {
+            self.source = self.copy.attach_source(uring);
+        }
         self.target.get_or_insert_with(|| self.copy.target.attach(uring));
         if let Some(file) = &self.copy.fleece {
             self.fleece.get_or_insert_with(|| file.attach(uring));
@@ -590,13 +669,14 @@ impl Queue for CopyQueue {
             self.copy.work.end(&mut |w| uring.wake(w.who, w.token));
         }
         while taken < budget && !self.free.is_empty() && !self.must_end() {
-            let old = self.copy.work.has_full() && self.begin_old_data(uring, place);
+            let old = self.copy.work.has_old() && self.begin_old_data(uring, place);
             let begun = old || (self.may_read_ahead() && self.begin_chunk(uring, place));
             if !begun {
                 break;
             }
             taken += 1;
         }
+        self.leave_source(uring);
         self.look_for_end(uring);
         self.stats.in_flight.store(self.in_flight() as u32, Relaxed);
         taken
@@ -613,11 +693,12 @@ impl Queue for CopyQueue {
         let handle = match slot.stage {
             Stage::Write => &self.target,
             Stage::ReadStored | Stage::Free => &self.fleece,
-            Stage::Seek | Stage::Read => &self.source,
+            Stage::Seek | Stage::Read | Stage::Populate => &self.source,
         };
         let Some(handle) = handle else { return 0 };
         if let Step::Done(res) = handle.resume(uring, &mut slot.io, token, result) {
             self.stepped(uring, token, token.slot, res);
+            self.leave_source(uring);
             self.look_for_end(uring);
             self.stats.in_flight.store(self.in_flight() as u32, Relaxed);
             return 1;
@@ -637,7 +718,7 @@ impl Queue for CopyQueue {
         if let_go || self.must_end() {
             return !let_go || self.copy.under_way.load(Relaxed) == 0;
         }
-        !self.free.is_empty() && (self.copy.work.has_full() || self.may_read_ahead())
+        !self.free.is_empty() && (self.copy.work.has_old() || self.may_read_ahead())
     }
 
     fn wake(&mut self) {
@@ -662,7 +743,10 @@ impl Queue for CopyQueue {
     }
 
     fn leave(&mut self, uring: &mut Uring) {
-        let handles = [self.source.take(), self.target.take(), self.fleece.take()];
+        let source = self.source.take().inspect(|_| {
+            self.copy.readers.fetch_sub(1, AcqRel);
+        });
+        let handles = [source, self.target.take(), self.fleece.take()];
         for handle in handles.into_iter().flatten() {
             handle.detach(uring);
         }
@@ -675,4 +759,4 @@ impl Queue for CopyQueue {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

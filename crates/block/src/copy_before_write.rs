@@ -19,12 +19,13 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering::*};
 use std::sync::{Mutex, MutexGuard};
 
 use qcow2::Waker;
-use vshunt_engine::{EventFd, Uring};
+use vshunt_engine::EventFd;
 use vshunt_types::sync::Locked;
 
 use super::bits::Bits;
 use super::bounce::AlignedBuf;
 use super::fleece::Fleece;
+use super::wake_now::wake_now;
 
 /// Most bytes of old data that one read takes.
 const READ_BYTES_MAX: u64 = 256 << 10;
@@ -400,24 +401,7 @@ impl CopyBeforeWrite {
 
     /// Stops the copy from a control thread, with an io_uring of its own.
     pub fn end_now(&self) {
-        match Uring::new() {
-            Ok(mut uring) => {
-                self.end(&mut |w| uring.wake(w.who, w.token));
-                if uring.send().is_err() {
-                    // The waiting writes cannot be woken.
-                    tracing::error!("an io_uring failed; ending at once");
-                    std::process::abort();
-                }
-            }
-            Err(e) => {
-                let mut waiting = 0;
-                self.end(&mut |_| waiting += 1);
-                if waiting > 0 {
-                    tracing::error!("{waiting} writes wait and cannot be woken ({e}); ending at once");
-                    std::process::abort();
-                }
-            }
-        }
+        wake_now(|wake| self.end(wake));
     }
 
     /// Ends the copy with a status, unless it has ended before.

@@ -1,7 +1,7 @@
 //! New images for jobs. A new image is on stable storage before a job writes to it.
 
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, Seek, SeekFrom};
 use std::path::Path;
 
 use qcow2::create::{Options, create};
@@ -64,7 +64,10 @@ impl NewImage<'_> {
         let shown = self.path.display();
         lock::lock(&file, self.path, false)?;
         let wrong = |e: io::Error| Error::io(format_args!("cannot make {shown}"), e);
-        file.set_len(0).map_err(wrong)?;
+        let is_file = file.metadata().map_err(wrong)?.is_file();
+        if is_file {
+            file.set_len(0).map_err(wrong)?;
+        }
         match self.format {
             Format::Qcow2 => {
                 let backing = self.backing.as_ref().map(|(name, format)| {
@@ -77,10 +80,22 @@ impl NewImage<'_> {
                     .map_err(|e| Error::invalid(format!("cannot make {shown}: {e}")))?;
                 plain.file().sync_all().map_err(wrong)?;
             }
-            _ => {
+            _ if is_file => {
                 file.set_len(self.size).map_err(wrong)?;
                 file.sync_all().map_err(wrong)?;
             }
+            _ => {
+                let bytes = (&file).seek(SeekFrom::End(0)).map_err(wrong)?;
+                if bytes != self.size {
+                    return Err(Error::invalid(format!(
+                        "{shown} has {bytes} bytes, and the disk has {}: a device has to be as large",
+                        self.size
+                    )));
+                }
+            }
+        }
+        if !is_file {
+            return Ok(());
         }
         sync_folder(self.path).map_err(|e| Error::io(format_args!("cannot sync the folder of {shown}"), e))
     }

@@ -40,11 +40,12 @@ pub struct Disk {
     fleece: RwLock<Option<Arc<Disk>>>,
     // Control threads; fixed when the disk is opened.
     pub(super) readonly: bool,
-    pub(super) locked: bool,
     pub(super) cache: Cache,
     pub(super) limits: Limits,
     /// Users of a mount may change the size: a qcow2 image has room for that.
     pub(super) growable: AtomicBool,
+    /// Whether the image is locked. Changed with the backend.
+    pub(super) locked: AtomicBool,
     /// See [`lost_writes`](Self::lost_writes).
     lost_writes: bool,
     closed: AtomicBool,
@@ -90,8 +91,11 @@ impl Disk {
         Self::open_unchecked(spec)
     }
 
-    /// Opens a disk without a look at the marks of its image.
-    pub(super) fn open_unchecked(spec: &DiskSpec) -> Result<Arc<Self>> {
+    /// Opens a disk without a look at the marks of its image, which the caller has made or checked.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open).
+    pub fn open_unchecked(spec: &DiskSpec) -> Result<Arc<Self>> {
         let (backend, size_bytes, limits) = Backend::open(spec, false)?;
         let lost_writes = matches!(&backend, Backend::Qcow2(image) if image.lost_writes());
         let (alignment, zero_alignment) = (backend.alignment(), backend.zero_alignment(limits.block_size));
@@ -100,10 +104,10 @@ impl Disk {
             observers: RwLock::default(),
             fleece: RwLock::default(),
             readonly: spec.readonly,
-            locked: spec.locking,
             cache: spec.cache,
             limits,
             growable: AtomicBool::new(false),
+            locked: AtomicBool::new(spec.locking),
             lost_writes,
             closed: AtomicBool::new(false),
             failures: Failures::default(),
@@ -121,12 +125,18 @@ impl Disk {
             Backend::Qcow2(image) => image.is_of(path),
             Backend::Null | Backend::Ram(_) | Backend::Gone => false,
         };
-        self.locked && spec.locking && !(self.readonly && spec.readonly) && is_of
+        self.is_locked() && spec.locking && !(self.readonly && spec.readonly) && is_of
     }
 
     /// Returns whether a path leads to one of the disk's files, locked or not.
     pub fn has_file(&self, path: &Path) -> bool {
         self.backend().files().iter().any(|raw| raw.is_of(path))
+    }
+
+    /// Returns whether the disks have a file in common, locked or not.
+    pub fn shares_a_file_with(&self, other: &Self) -> bool {
+        let theirs: Vec<_> = other.backend().files().iter().map(|raw| raw.id()).collect();
+        self.backend().files().iter().any(|raw| theirs.contains(&raw.id()))
     }
 
     /// Returns whether one of the disk's files has this device number and inode. Files on FUSE do
@@ -168,6 +178,11 @@ impl Disk {
             Backend::Qcow2(image) if self.cache != Cache::Unsafe => image.flush_now(),
             _ => Ok(()),
         }
+    }
+
+    /// Returns whether the image is locked against other processes.
+    pub(super) fn is_locked(&self) -> bool {
+        self.locked.load(Ordering::Acquire)
     }
 
     /// Returns whether writes are refused.
@@ -378,7 +393,7 @@ impl Disk {
             return true;
         }
         let closed = image.close();
-        if self.locked {
+        if self.is_locked() {
             // No handle is left, so nothing is in flight; but an io_uring may release its files a
             // moment later. (The kernel may use the file of a raw image on its own, for FUSE
             // passthrough or a loop device. That file stays locked as long.)

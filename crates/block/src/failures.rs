@@ -67,6 +67,7 @@ fn line(path: &Path, request: &Request, errno: i32, count: u64) -> String {
         Op::Flush => "a flush".to_owned(),
         Op::Read | Op::Seek { .. } => format!("a read at byte {at}"),
         Op::Write | Op::WriteCompressed => format!("a write at byte {at}"),
+        Op::Populate => format!("a copy from below at byte {at}"),
         Op::Discard => format!("a discard at byte {at}"),
         Op::WriteZeroes { .. } => format!("zeroing at byte {at}"),
         Op::Allocate => format!("an allocation at byte {at}"),

@@ -125,6 +125,9 @@ impl DiskHandle {
             Some(observers) if io.state.copy_before_write.as_ref().is_some_and(|state| state.active) => {
                 self.resume_observed(observers, uring, io, token, res)
             }
+            Some(observers) if observers.copy_after_write.is_some() && io.request.op.changes() => {
+                self.resume_followed(observers, uring, io, token, res)
+            }
             _ => self.advance(uring, io, token, res),
         }
     }

@@ -9,7 +9,7 @@
 //! bounded: files in memory are read and written at once (`raw/inline`); guests with unaligned
 //! buffers cause a bounce buffer (`bounce`); many requests with many segments at a time cause
 //! allocations (`iovec_cache`); writes under a backup take a lock and a buffer
-//! (`copy_before_write`).
+//! (`copy_before_write`); writes under a mirror may wait for their copy (`copy_after_write`).
 //!
 //! ```
 //! use vshunt_block::{Disk, Io, Op};
@@ -40,6 +40,7 @@ mod bits;
 mod bounce;
 mod commit;
 pub mod copy;
+mod copy_after_write;
 mod copy_before_write;
 mod create;
 mod dirty_bitmap;
@@ -67,12 +68,15 @@ mod persistent_bitmaps;
 mod qcow2;
 mod raw;
 mod replace;
+mod stream;
+mod wake_now;
 mod write_observers;
 
 pub use ::qcow2::{Extent, Found};
 pub use bits::Bits;
 pub use bounce::AlignedBuf;
 pub use commit::CommitTarget;
+pub use copy_after_write::CopyAfterWrite;
 pub use copy_before_write::{CopyBeforeWrite, OldData};
 pub use create::NewImage;
 pub use dirty_bitmap::{Bitmap, BitmapState};
@@ -82,16 +86,17 @@ pub use handle::DiskHandle;
 pub use io::{Io, Request};
 pub use iovecs::IoVecs;
 pub use limits::{Limits, SECTOR_BYTES};
-pub use lock::{lock as lock_image, lock_telling as lock_image_telling};
+pub use lock::{lock as lock_image, lock_telling as lock_image_telling, release as unlock_image};
 pub use offline::SnapshotInfo;
 pub use op::{Op, Step};
 pub use overlay::Overlay;
-pub use overlay_xattr::check as check_overlay_marks;
+pub use overlay_xattr::{check as check_overlay_marks, check_chain as check_chain_marks};
 pub use path_fd::{PathFd, open_image};
 pub use qcow2::{
     JournalView, Recovered, UncleanImage, path_of as journal_path, read_only as read_journal,
     recover as recover_journal, remove as remove_journal, sweep as sweep_journals,
 };
+pub use replace::{OldImage, mark_incomplete};
 pub use write_observers::WriteObservers;
 
 #[cfg(test)]

@@ -240,7 +240,7 @@ fn hold(file: &File, at: i64) -> io::Result<()> {
 }
 
 /// Releases all locks of the open file.
-pub(super) fn release(file: &File) {
+pub fn release(file: &File) {
     let all = libc::flock { l_len: 0, ..one_byte(libc::F_UNLCK, 0) };
     // SAFETY: F_OFD_SETLK reads a struct flock, which outlives the call.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &all) };

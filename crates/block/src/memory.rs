@@ -162,7 +162,7 @@ impl Ram {
             Op::Flush | Op::Allocate => {}
             Op::Discard | Op::WriteZeroes { .. } => self.clear(io.request.offset, bytes),
             Op::Seek { .. } => return io.all_data(),
-            Op::WriteCompressed => return -libc::EOPNOTSUPP,
+            Op::WriteCompressed | Op::Populate => return -libc::EOPNOTSUPP,
         }
         0
     }

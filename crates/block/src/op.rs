@@ -15,6 +15,10 @@ pub enum Op {
     /// compresses on its own thread and allocates memory, so only jobs that fill an image use this
     /// operation.
     WriteCompressed,
+    /// Copies to the image what its backing images have in the range, so that it does not need them
+    /// there. The disk reads the same before and after. Up to all of the range is in memory at
+    /// once. Disks of other formats than qcow2 answer `EOPNOTSUPP`.
+    Populate,
     /// Brings all writes that completed before, on any queue, to stable storage.
     Flush,
     /// Declares the contents of the range as no longer needed.

@@ -173,6 +173,30 @@ impl Disk {
     }
 }
 
+impl Disk {
+    /// Undoes [`switch_to_overlay`](Self::switch_to_overlay), which was called while the same drain
+    /// lasted: the overlay has nothing of its own. `now` is the description that it returned.
+    ///
+    /// # Errors
+    /// Those of [`replace`](Self::replace), and those of the mark. The disk continues in the
+    /// overlay then.
+    pub fn switch_back(&self, now: &DiskSpec, before: &DiskSpec) -> Result<()> {
+        let base = image_of(before)?;
+        let unmark = || open_image(base, false).and_then(|image| overlay_xattr::clear_overlay(&image));
+        self.replace(now, before, &[], |_| {
+            unmark().map_err(|e| Error::io(format_args!("cannot unmark {}", base.display()), e))
+        })
+        .inspect_err(|_| {
+            let overlay = image_of(now).ok();
+            let again = open_image(base, false)
+                .and_then(|image| overlay.map_or(Ok(true), |path| overlay_xattr::set_overlay(&image, path)));
+            if let Err(e) = again {
+                tracing::warn!("{} is not marked as being below its overlay: {e}", base.display());
+            }
+        })
+    }
+}
+
 /// Returns the path of the image of a disk.
 fn image_of(spec: &DiskSpec) -> Result<&Path> {
     match (&spec.file, spec.format()) {

@@ -1,7 +1,8 @@
-//! Extended attributes that mark the images of a chain of overlays.
+//! Extended attributes that mark the images of a chain of overlays, and of a mirror.
 //!
-//! A write to a backing image would change what its overlay shows. The attributes keep vshunt from
-//! serving such an image by mistake. Called by control threads. A daemon that is killed leaves the
+//! A write to a backing image would change what its overlay shows, and the image that a disk has
+//! left lacks its latest writes. The attributes keep vshunt from serving such an image by mistake.
+//! Called by control threads. A daemon that is killed leaves the
 //! attributes as they are.
 //!
 //! | attribute | image | value |
@@ -9,6 +10,8 @@
 //! | `user.vshunt.overlay` | a backing image | path of the overlay |
 //! | `user.vshunt.committing` | a backing image, from the start of a commit to it | path of the overlay |
 //! | `user.vshunt.committed` | an overlay after its commit | path of the backing image |
+//! | `user.vshunt.mirroring` | the target of a mirror until it is complete | where the disk is |
+//! | `user.vshunt.moved` | the image that a disk has left by a mirror | where the disk is |
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -34,6 +37,10 @@ const OVERLAY: &str = "user.vshunt.overlay";
 const COMMITTED: &str = "user.vshunt.committed";
 /// Marks a backing image from the start of a commit to it. It is no snapshot then.
 const COMMITTING: &str = "user.vshunt.committing";
+/// Marks the target of a mirror as incomplete.
+const MIRRORING: &str = "user.vshunt.mirroring";
+/// Marks an image that lacks the latest writes of its disk, which a mirror has moved.
+const MOVED: &str = "user.vshunt.moved";
 
 /// Checks whether an image may be opened. A backing image may only be read. A mark is removed if
 /// its overlay is gone or has another backing image by now.
@@ -42,6 +49,15 @@ const COMMITTING: &str = "user.vshunt.committing";
 /// `Busy`, with the name of the overlay and the remedy.
 pub fn check(path: &Path, readonly: bool) -> Result<()> {
     own_mounts::check(path)?;
+    check_mirror(path, readonly)?;
+    check_chain(path, readonly)
+}
+
+/// Checks the marks of a chain of overlays only: for a file that is replaced by a mirror.
+///
+/// # Errors
+/// As for [`check`].
+pub fn check_chain(path: &Path, readonly: bool) -> Result<()> {
     let shown = path.display();
     if let Some(below) = read(path, COMMITTED) {
         return Err(Error::busy(format!(
@@ -91,6 +107,26 @@ pub fn check(path: &Path, readonly: bool) -> Result<()> {
             e,
         )),
     }
+}
+
+/// Checks the marks of mirrors.
+fn check_mirror(path: &Path, readonly: bool) -> Result<()> {
+    let shown = path.display();
+    if let Some(source) = read(path, MIRRORING) {
+        return Err(Error::busy(format!(
+            "{shown} is an incomplete copy of {}: a mirror to it did not end; remove it, or mirror to it again with \
+             --overwrite ('setfattr -x {MIRRORING} {shown}' if you know better)",
+            source.display()
+        )));
+    }
+    if let Some(target) = read(path, MOVED).filter(|_| !readonly) {
+        return Err(Error::busy(format!(
+            "{shown} was mirrored to {}, where its disk went on: use that, and remove {shown}, or add readonly=on ('setfattr \
+             -x {MOVED} {shown}' if you know that nothing was written there since)",
+            target.display()
+        )));
+    }
+    Ok(())
 }
 
 /// Returns whether the overlay exists and names `base` as its backing image.
@@ -155,6 +191,19 @@ pub(super) fn clear_overlay(base: &File) -> io::Result<()> {
     if removed { base.sync_all() } else { Ok(()) }
 }
 
+/// Removes the mark of a backing image if it is that of this overlay. After a commit to it began,
+/// the marks stay: it has neither all of the disk nor what it had before.
+///
+/// # Errors
+/// The system's. It is no error if there is no such mark.
+pub(super) fn clear_overlay_of(base: &Path, overlay: &Path) -> io::Result<()> {
+    let is_ours = read(base, OVERLAY).is_some_and(|marked| is_same_file(&marked, overlay));
+    match is_ours && !is_committing(base) {
+        true => clear_overlay(&open_image(base, false)?),
+        false => Ok(()),
+    }
+}
+
 /// Marks a backing image at the start of a commit to it. The mark is on stable storage when this
 /// returns.
 ///
@@ -185,6 +234,40 @@ pub(super) fn set_committed(overlay: &Path, below: &Path) -> io::Result<()> {
 pub(super) fn clear_committed(overlay: &Path) -> io::Result<()> {
     let overlay = open_image(overlay, false)?;
     if clear(&overlay, COMMITTED)? { overlay.sync_all() } else { Ok(()) }
+}
+
+/// Marks the target of a mirror as incomplete. The mark is on stable storage when this returns.
+///
+/// # Errors
+/// The system's. It is no error if the file system has no extended attributes.
+pub(super) fn set_mirroring(target: &File, source: &Path) -> io::Result<()> {
+    set(target, MIRRORING, source).map(drop)
+}
+
+/// Marks the target of a mirror as complete.
+///
+/// # Errors
+/// The system's. It is no error if there is no mark.
+pub(super) fn clear_mirroring(target: &File) -> io::Result<()> {
+    if clear(target, MIRRORING)? { target.sync_all() } else { Ok(()) }
+}
+
+/// Marks the image that a disk has left. The mark is on stable storage when this returns.
+///
+/// # Errors
+/// The system's. It is no error if the file system has no extended attributes.
+pub(super) fn set_moved(source: &File, target: &Path) -> io::Result<()> {
+    set(source, MOVED, target).map(drop)
+}
+
+/// Marks a file that a mirror is about to replace as incomplete, whatever it was before. The caller
+/// has locked it.
+///
+/// # Errors
+/// The system's. It is no error if the file system has no extended attributes.
+pub(super) fn begin_mirror(target: &File, source: &Path) -> io::Result<()> {
+    set_mirroring(target, source)?;
+    if clear(target, MOVED)? { target.sync_all() } else { Ok(()) }
 }
 
 /// Removes an attribute. Returns false if there is none.

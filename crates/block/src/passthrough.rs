@@ -26,7 +26,7 @@ impl Disk {
         let writable = writable && !self.readonly;
         let file = sandbox::reopen(raw.image(), writable)?;
         // A reader keeps no other process from the image.
-        if writable && self.locked {
+        if writable && self.is_locked() {
             lock::take_over(&file, raw.path(), false).map_err(io::Error::other)?;
         }
         // On a file system without locks the use cannot be detected, and no other process is

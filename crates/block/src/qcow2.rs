@@ -369,6 +369,7 @@ impl Qcow2Handle {
             Op::Read => qcow2::Op::Read,
             Op::Write => qcow2::Op::Write,
             Op::WriteCompressed => qcow2::Op::WriteCompressed,
+            Op::Populate => qcow2::Op::Populate,
             Op::Seek { own } => qcow2::Op::Seek { own },
             Op::Flush => qcow2::Op::Flush,
             Op::Discard => qcow2::Op::Discard,

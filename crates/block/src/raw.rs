@@ -246,7 +246,7 @@ impl Raw {
             Op::Flush if self.readonly || self.durable == Durable::Never => Next::Done(0),
             Op::Flush => self.sync(io),
             Op::Seek { .. } => Next::Done(self.seek(io)),
-            Op::WriteCompressed => Next::Done(-libc::EOPNOTSUPP),
+            Op::WriteCompressed | Op::Populate => Next::Done(-libc::EOPNOTSUPP),
             _ if self.readonly => Next::Done(-libc::EROFS),
             Op::Discard => self.discard(io),
             Op::Allocate => self.allocate(io),

@@ -9,11 +9,11 @@
 //! What must never happen: two open images write to one file; an image is used without its lock; a
 //! disk continues with an image that lacks writes of its guest.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use qcow2::bitmap::Loaded;
 use vshunt_types::error::{Error, Result};
@@ -24,9 +24,9 @@ use super::backend::Backend;
 use super::disk::Disk;
 use super::file_storage::FileStorage;
 use super::limits::Limits;
-use super::lock;
 use super::qcow2::store_in_use;
 use super::raw::Raw;
+use super::{lock, overlay_xattr};
 
 /// An image that is closed for a change. Its files are not used, and their locks are still held.
 pub(super) struct Closed {
@@ -50,6 +50,40 @@ impl Closed {
     pub(super) fn image(&self) -> Option<&Arc<File>> {
         self.backend.files().first().map(|raw| raw.image())
     }
+}
+
+/// What a disk was made of that continues in another image.
+#[must_use = "the image is not closed"]
+pub struct OldImage {
+    backend: Backend,
+    /// What it is, for messages.
+    shown: String,
+    cache: Cache,
+    readonly: bool,
+    locked: bool,
+}
+
+impl OldImage {
+    /// Brings it to stable storage, closes it and releases its locks. May take long: its storage
+    /// may be why the disk was moved. So guests do not wait for it.
+    pub fn close(self) {
+        if let Err(e) = finish(&self.backend, self.cache, self.readonly) {
+            tracing::warn!("{} may lack the last writes, which the disk has: {e}", self.shown);
+        }
+        if self.locked {
+            // An io_uring may keep the files open for a moment.
+            self.backend.files().iter().for_each(|raw| lock::release(raw.image()));
+        }
+    }
+}
+
+/// Marks a file that a mirror is about to replace as the incomplete copy of a disk. The caller has
+/// locked it.
+///
+/// # Errors
+/// The system's.
+pub fn mark_incomplete(file: &File, source: &DiskSpec) -> std::io::Result<()> {
+    overlay_xattr::begin_mirror(file, shown(source).as_ref())
 }
 
 /// Brings all writes to stable storage and closes the image.
@@ -130,7 +164,7 @@ impl Disk {
                 self.zero_alignment.store(new.zero_alignment(self.limits.block_size), Ordering::Release);
                 self.size_bytes.store(size_bytes, Ordering::Release);
                 *backend = new;
-                held.iter().filter(|_| self.locked).for_each(|h| lock::release(&h.file));
+                held.iter().filter(|_| self.is_locked()).for_each(|h| lock::release(&h.file));
             }
             Err(e) => tracing::error!(
                 "disk {}: its image cannot be opened again, and all its requests fail from now on: {e}; remove its exports \
@@ -139,6 +173,83 @@ impl Disk {
             ),
         }
         result
+    }
+
+    /// Marks the image as the incomplete copy of another disk, described by `source`. Nothing for a
+    /// disk without a file.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn mark_incomplete(&self, source: &DiskSpec) -> std::io::Result<()> {
+        self.with_image(|image| overlay_xattr::set_mirroring(image, shown(source).as_ref()))
+    }
+
+    /// Undoes [`mark_incomplete`](Self::mark_incomplete).
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn mark_complete(&self) -> std::io::Result<()> {
+        self.with_image(overlay_xattr::clear_mirroring)
+    }
+
+    /// Returns what marks the image as one that its disk leaves for `next`. Nothing for a disk
+    /// without a file. Its errors are the system's.
+    pub fn mark_left(
+        &self,
+        next: &DiskSpec,
+    ) -> impl FnOnce() -> std::io::Result<()> + Send + 'static + use<> {
+        let image = self.backend().files().first().map(|raw| raw.image().clone());
+        let next = shown(next);
+        move || image.map_or(Ok(()), |image| overlay_xattr::set_moved(&image, next.as_ref()))
+    }
+
+    /// Returns whether the disk can leave its image, because no flush of it is under way. Waits for
+    /// that until `until`.
+    pub fn may_be_left(&self, until: Instant) -> bool {
+        // Others read the backend for a moment.
+        while self.backend.try_write().is_err() {
+            if Instant::now() > until {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        true
+    }
+
+    /// Returns the permissions and the owner of the file of the image. None for a device, and for a
+    /// file that another program serves.
+    pub fn file_metadata(&self) -> Option<Metadata> {
+        let backend = self.backend();
+        let image = backend.files().first().filter(|raw| !raw.may_wait())?.image();
+        image.metadata().ok().filter(Metadata::is_file)
+    }
+
+    fn with_image(&self, f: impl FnOnce(&File) -> std::io::Result<()>) -> std::io::Result<()> {
+        self.backend().files().first().map_or(Ok(()), |raw| f(raw.image()))
+    }
+
+    /// Checks that this disk can continue in what `target` is made of. `next`: its description
+    /// then.
+    ///
+    /// # Errors
+    /// `Unsupported`: guests could not use it.
+    pub fn check_continues_in(&self, next: &DiskSpec, target: &Self) -> Result<()> {
+        self.check_limits(next, &target.limits)
+    }
+
+    /// Continues in what `target` is made of, which has the same data on stable storage, and which
+    /// passes [`check_continues_in`](Self::check_continues_in). `target` is of no use afterwards.
+    /// Both have no request in flight and no handle in use, and none starts before this returns.
+    /// Returns what the disk was made of.
+    pub fn continue_in(&self, now: &DiskSpec, target: &Self) -> OldImage {
+        let mut backend = self.backend.write_locked();
+        let next = std::mem::replace(&mut *target.backend.write_locked(), Backend::Gone);
+        self.alignment.store(next.alignment(), Ordering::Release);
+        self.zero_alignment.store(next.zero_alignment(self.limits.block_size), Ordering::Release);
+        self.size_bytes.store(target.size_bytes(), Ordering::Release);
+        let old = std::mem::replace(&mut *backend, next);
+        let locked = self.locked.swap(target.is_locked(), Ordering::AcqRel);
+        OldImage { backend: old, shown: shown(now), cache: self.cache, readonly: self.readonly, locked }
     }
 
     /// Closes the image and opens it again, which writes its [saved bitmaps](Self::save_bitmaps).
@@ -154,7 +265,7 @@ impl Disk {
     fn open_again(&self, spec: &DiskSpec, held: &[Held]) -> Result<(Backend, u64)> {
         let spec_unlocked = DiskSpec { locking: false, size: None, ..spec.clone() };
         let (backend, size_bytes, limits) = Backend::open(&spec_unlocked, self.growable())?;
-        let result = self.check_limits(spec, &limits).and_then(|()| match self.locked {
+        let result = self.check_limits(spec, &limits).and_then(|()| match self.is_locked() {
             true => backend.files().iter().try_for_each(|raw| inherit(raw, held)),
             false => Ok(()),
         });
@@ -222,5 +333,31 @@ fn inherit(raw: &Raw, held: &[Held]) -> Result<()> {
 
 /// Returns the path of a disk's image, for messages.
 pub(super) fn shown(spec: &DiskSpec) -> String {
-    spec.file.as_deref().unwrap_or(Path::new("")).display().to_string()
+    let file = spec.file.as_deref().map(|file| file.display().to_string());
+    file.unwrap_or_else(|| format!("disk {}", spec.name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lock_is_that_of_the_image_in_use() {
+        let dir = tempfile::tempdir().unwrap();
+        let spec = |name: &str, locking| {
+            let path = dir.path().join(format!("{name}-{locking}"));
+            std::fs::write(&path, [0; 4096]).unwrap();
+            let (name, format) = (name.to_owned(), Some(Format::Raw));
+            DiskSpec { name, format, file: Some(path), locking, ..DiskSpec::default() }
+        };
+        for (before, after) in [(false, true), (true, false)] {
+            let (now, next) = (spec("now", before), spec("next", after));
+            let (disk, target) = (Disk::open(&now).unwrap(), Disk::open(&next).unwrap());
+            assert_eq!(disk.locks_out(&DiskSpec { locking: true, ..now.clone() }), before);
+            disk.continue_in(&now, &target).close();
+            assert_eq!(disk.locks_out(&DiskSpec { locking: true, ..next.clone() }), after);
+            // The file that it has left is free.
+            drop(Disk::open(&DiskSpec { locking: true, ..now }).unwrap());
+        }
+    }
 }

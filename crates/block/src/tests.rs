@@ -317,7 +317,7 @@ impl Fuzz {
                     let now = rig.read(ask.offset, ask.len as usize);
                     self.model[range].copy_from_slice(&now);
                 }
-                Op::Flush | Op::Allocate | Op::Seek { .. } | Op::WriteCompressed => {}
+                Op::Flush | Op::Allocate | Op::Seek { .. } | Op::WriteCompressed | Op::Populate => {}
             }
         }
     }

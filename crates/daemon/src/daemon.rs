@@ -28,7 +28,8 @@ use vshunt_types::spec::{
 };
 
 pub use self::convert::ToConvert;
-pub use self::snapshot::OverlayMode;
+pub use self::jobs::{HOLD, HOLD_MAX, PointAction};
+pub use self::snapshot::{OverlayMode, SnapshotWish};
 use crate::balance::Balance;
 use crate::check::{Check, settings};
 use crate::disk_entry::DiskEntry;
@@ -244,6 +245,12 @@ impl Daemon {
         let Some(inode) = identity(path) else { return Ok(()) };
         let disks: Vec<_> = self.state().disks.values().cloned().collect();
         let shown = path.display();
+        if let Some(job) = self.state().jobs.values().find(|job| job.target_has_file(inode)) {
+            return Err(Error::busy(format!(
+                "{shown} is the target of job {}; wait for it to end, or name another file, for example {shown}.raw",
+                job.id
+            )));
+        }
         for entry in disks.iter().filter(|entry| entry.disk.has_inode(inode)) {
             let name = &entry.name;
             if *name != spec.disk || !entry.disk.image_has_inode(inode) {
@@ -287,12 +294,13 @@ impl Daemon {
         Ok(())
     }
 
-    /// Returns whether a disk, or an overlay that waits, has the file with that device number and
-    /// inode as its image or as a backing file. Also true for a disk whose image is being replaced.
-    /// Does not wait.
+    /// Returns whether a disk, the target of a mirror, or an overlay that waits, has the file with
+    /// that device number and inode as its image or as a backing file. Also true for a disk whose
+    /// image is being replaced. Does not wait.
     pub fn has_file(&self, id: (u64, u64)) -> bool {
         let state = self.state();
         state.disks.values().any(|entry| entry.disk.may_have_file(id))
+            || state.jobs.values().any(|job| job.target_has_file(id))
             || state.overlays.values().any(|overlay| overlay.id == Some(id))
     }
 

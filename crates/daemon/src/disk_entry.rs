@@ -1,6 +1,6 @@
 //! A disk of the daemon, with its description and the observers of its writes.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use vshunt_block::{Bitmap, Disk, WriteObservers};
@@ -34,6 +34,15 @@ impl DiskEntry {
 
     pub(super) fn op_lock(&self) -> MutexGuard<'_, ()> {
         self.op_lock.locked()
+    }
+
+    /// Returns the lock if nobody has it.
+    pub(super) fn try_op_lock(&self) -> Option<MutexGuard<'_, ()>> {
+        match self.op_lock.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Checks that all writes to the image pass through this process, except those of current
@@ -70,8 +79,12 @@ impl DiskEntry {
             let state = b.state();
             state.recording.then(|| state.bits.clone())
         };
-        let dirty = state.bitmaps.iter().filter_map(recording).chain(state.committing.clone()).collect();
-        self.disk.set_write_observers(WriteObservers { dirty, copy_before_write: state.before.clone() });
+        let dirty = state.bitmaps.iter().filter_map(recording).chain(state.written.clone()).collect();
+        self.disk.set_write_observers(WriteObservers {
+            dirty,
+            copy_before_write: state.before.clone(),
+            copy_after_write: state.after.clone(),
+        });
     }
 
     /// Calls `f`, which may close the image of the disk and open it or another one. Meanwhile the

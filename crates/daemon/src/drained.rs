@@ -21,28 +21,41 @@ pub(super) fn with_disk_drained<R>(
     exports: &[Arc<Export>],
     f: impl FnOnce() -> Result<R>,
 ) -> Result<R> {
+    with_exports_drained(&entry.name, exports, || entry.with_bitmaps_kept(f))
+}
+
+/// Calls `f` while all queues of these exports are drained: those of one disk, or of several, whose
+/// contents then belong to one point in time. The caller holds `op_lock` of each disk. `disks`:
+/// their names, for the log.
+///
+/// # Errors
+/// As for [`with_disk_drained`].
+pub(super) fn with_exports_drained<R>(
+    disks: &str,
+    exports: &[Arc<Export>],
+    f: impl FnOnce() -> Result<R>,
+) -> Result<R> {
     for export in exports {
         export.check_held()?;
     }
-    let disk = &entry.name;
     let (mut f, mut result) = (Some(f), None);
     let begin = Instant::now();
-    nest(exports, begin + DRAIN_LIMIT, &mut || {
+    drained_until(exports, begin + DRAIN_LIMIT, &mut || {
         let drained = begin.elapsed();
-        result = f.take().map(|f| entry.with_bitmaps_kept(f));
-        tracing::info!("disk {disk}: drained in {drained:?}, and held for {:?}", begin.elapsed() - drained);
+        result = f.take().map(|f| f());
+        tracing::info!("disk {disks}: drained in {drained:?}, and held for {:?}", begin.elapsed() - drained);
     })?;
-    result.unwrap_or_else(|| Err(Error::busy(format!("disk {disk} could not be drained"))))
+    result.unwrap_or_else(|| Err(Error::busy(format!("disk {disks} could not be drained"))))
 }
 
-/// Drains the exports one after the other. They share one deadline, because the guests of the first
-/// export wait for the last one.
-fn nest(exports: &[Arc<Export>], until: Instant, f: &mut dyn FnMut()) -> Result<()> {
+/// Calls `f` while the queues of these exports are drained, one export after the other. They share
+/// one deadline, because the guests of the first export wait for the last one.
+pub(super) fn drained_until(exports: &[Arc<Export>], until: Instant, f: &mut dyn FnMut()) -> Result<()> {
     match exports.split_first() {
         None => {
             f();
             Ok(())
         }
-        Some((first, rest)) => first.with_all_drained_until(until, || nest(rest, until, f))?,
+        Some((first, rest)) => first.with_all_drained_until(until, || drained_until(rest, until, f))?,
     }
 }

@@ -78,6 +78,10 @@ pub enum Event {
         /// The state.
         status: JobStatus,
     },
+    /// A mirror is ready to be completed, or was not completed and stays ready, with an error.
+    JobReady(JobInfo),
+    /// A job has copied all, and waits for the command to finalize it.
+    JobPending(JobInfo),
     /// A job ended.
     JobEnded(JobInfo),
     /// A disk was resized.

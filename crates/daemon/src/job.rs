@@ -3,11 +3,13 @@
 use std::path::PathBuf;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
+use vshunt_block::Disk;
 use vshunt_block::copy::Copy;
 use vshunt_engine::QueueSet;
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{JobInfo, JobKind, JobStatus};
+use vshunt_types::spec::{CopyMode, JobInfo, JobKind, JobStatus};
 use vshunt_types::sync::Locked;
 
 /// One job. Its lock is held for look-ups and changes of the state only. It is the last one in the
@@ -20,16 +22,42 @@ pub(super) struct Job {
     pub(super) target: String,
     /// The fleecing file.
     pub(super) fleece: Option<PathBuf>,
+    /// It ends by itself, without a command.
+    pub(super) auto_finalize: bool,
     /// It is dismissed automatically when it has concluded.
     pub(super) auto_dismiss: bool,
     state: Mutex<JobState>,
+}
+
+/// What the start of any job can ask for.
+#[derive(Clone, Copy, Default)]
+pub(super) struct JobOptions {
+    /// The speed limit in bytes per second. 0: no limit. None: guests keep most of their speed.
+    pub(super) speed: Option<u64>,
+    /// Whether it ends by itself, without a command. None: it does.
+    pub(super) auto_finalize: Option<bool>,
+    /// Whether it is dismissed automatically when it has concluded.
+    pub(super) auto_dismiss: bool,
 }
 
 pub(super) struct JobState {
     pub(super) status: JobStatus,
     pub(super) speed: Option<u64>,
     pub(super) cancelled: bool,
+    /// Whether a mirror that is ready has to end.
+    pub(super) completed: bool,
+    /// Whether it has copied all, and waits for the command to finalize it.
+    pub(super) awaits_finalize: bool,
+    /// Whether that command was given.
+    pub(super) finalized: bool,
+    /// How a mirror copies what guests write.
+    pub(super) copy_mode: Option<CopyMode>,
+    /// Whether the disk of a mirror then continues in the target.
+    pub(super) switch: bool,
+    /// For how long guests may be held then.
+    pub(super) hold: Duration,
     pub(super) paused: bool,
+    /// Why it failed, or why a mirror that is ready was not completed.
     pub(super) error: Option<String>,
     pub(super) total: u64,
     pub(super) done: u64,
@@ -37,6 +65,10 @@ pub(super) struct JobState {
     pub(super) ended: u64,
     /// What it uses while it copies.
     pub(super) active: Option<ActiveCopy>,
+    /// The thread of a mirror that is ready, or of a job that waits to be finalized.
+    pub(super) thread: Option<std::thread::Thread>,
+    /// The target of a mirror.
+    pub(super) target: Option<Arc<Disk>>,
 }
 
 /// What a job uses while it copies.
@@ -48,17 +80,26 @@ pub(super) struct ActiveCopy {
 }
 
 impl Job {
-    pub(super) fn new(id: &str, kind: JobKind, disk: &str, target: String, speed: Option<u64>) -> Self {
+    pub(super) fn new(id: &str, kind: JobKind, disk: &str, target: String, options: JobOptions) -> Self {
+        let JobOptions { speed, auto_finalize, auto_dismiss } = options;
         let state = JobState {
             status: JobStatus::Running,
             speed,
             cancelled: false,
+            completed: false,
+            awaits_finalize: false,
+            finalized: false,
+            copy_mode: None,
+            switch: false,
+            hold: Duration::ZERO,
             paused: false,
             error: None,
             total: 0,
             done: 0,
             ended: 0,
             active: None,
+            thread: None,
+            target: None,
         };
         Self {
             id: id.to_owned(),
@@ -66,7 +107,8 @@ impl Job {
             disk: disk.to_owned(),
             target,
             fleece: None,
-            auto_dismiss: false,
+            auto_finalize: auto_finalize.unwrap_or(true),
+            auto_dismiss,
             state: Mutex::new(state),
         }
     }
@@ -91,6 +133,9 @@ impl Job {
             fleece_bytes: state.active.as_ref().and_then(|w| w.copy.work.stored_bytes()),
             error: state.error.clone(),
             cancelled: state.cancelled,
+            auto_finalize: self.auto_finalize,
+            auto_dismiss: self.auto_dismiss,
+            copy_mode: state.copy_mode,
         }
     }
 
@@ -102,6 +147,7 @@ impl Job {
             true => Err(Error::busy("it was cancelled")),
             false => Ok(()),
         });
+        state.awaits_finalize = false;
         state.status = if copied.is_ok() { JobStatus::Pending } else { JobStatus::Aborting };
         copied
     }
@@ -114,11 +160,20 @@ impl Job {
         self.state().status == JobStatus::Concluded
     }
 
+    /// Returns whether the target of a mirror has the file with that device number and inode. Does
+    /// not wait.
+    pub(super) fn target_has_file(&self, id: (u64, u64)) -> bool {
+        self.state().target.as_ref().is_some_and(|target| target.may_have_file(id))
+    }
+
     /// Wakes its thread after a change.
     pub(super) fn wake(&self) {
         if let Some(work) = self.active() {
             work.copy.work.notify();
             work.thread.unpark();
+        }
+        if let Some(thread) = &self.state().thread {
+            thread.unpark();
         }
     }
 }

@@ -54,7 +54,9 @@ mod tests;
 mod watched;
 
 pub use check::{Check, MAX_PAIRS, MAX_QUEUES, check_disk_size, check_limits, check_one_place, is_key_of};
-pub use daemon::{ATTACH_TIMEOUT, Daemon, Options, OverlayMode, ToConvert};
+pub use daemon::{
+    ATTACH_TIMEOUT, Daemon, HOLD, HOLD_MAX, Options, OverlayMode, PointAction, SnapshotWish, ToConvert,
+};
 pub use event::Event;
 pub use export::Moved;
 pub use service_totals::ServiceTotals;

@@ -3,7 +3,7 @@
 mod jobs;
 mod nets;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use vshunt_types::error::{Error, Result};
@@ -29,6 +29,8 @@ pub(super) struct Registry {
     pub(super) overlays: BTreeMap<String, WaitingOverlay>,
     /// Running jobs, and concluded jobs that were not dismissed.
     pub(super) jobs: BTreeMap<String, Arc<Job>>,
+    /// Names of jobs that are being started, and are not in the list yet.
+    pub(super) starting: BTreeSet<String>,
     /// Number of jobs that have ended.
     pub(super) jobs_ended: u64,
     pub(super) nets: BTreeMap<String, Arc<NetEntry>>,

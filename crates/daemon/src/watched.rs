@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use vshunt_block::{Bitmap, Bits, CopyBeforeWrite, Disk};
+use vshunt_block::{Bitmap, Bits, CopyAfterWrite, CopyBeforeWrite, Disk};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::BitmapInfo;
 use vshunt_types::sync::Locked;
@@ -18,10 +18,12 @@ pub(super) struct State {
     pub(super) job: Option<String>,
     /// Whether that job writes to the disk: then nothing else may use it.
     pub(super) is_target: bool,
-    /// Blocks that were written during a commit.
-    pub(super) committing: Option<Arc<Bits>>,
+    /// Blocks that were written during a round of a commit or a mirror.
+    pub(super) written: Option<Arc<Bits>>,
     /// Blocks that the job copies before they are overwritten.
     pub(super) before: Option<Arc<CopyBeforeWrite>>,
+    /// The copy that writes wait for.
+    pub(super) after: Option<Arc<CopyAfterWrite>>,
 }
 
 impl Watched {
@@ -48,6 +50,16 @@ impl Watched {
         }
     }
 
+    /// Reserves the disk as the source of a job that is being started.
+    pub(super) fn claim_source(&self, disk: &str, job: &str) -> Result<()> {
+        let mut state = self.state();
+        if let Some(other) = &state.job {
+            return Err(in_use(disk, other));
+        }
+        state.job = Some(job.to_owned());
+        Ok(())
+    }
+
     /// Reserves the disk as the target of a job. Nothing else may use it.
     pub(super) fn claim_target(&self, disk: &str, job: &str) -> Result<()> {
         let mut state = self.state();
@@ -70,7 +82,8 @@ impl Watched {
     /// Releases the disk at the end of a job.
     pub(super) fn release(&self) {
         let mut state = self.state();
-        (state.job, state.is_target, state.before, state.committing) = (None, false, None, None);
+        (state.job, state.is_target) = (None, false);
+        (state.before, state.after, state.written) = (None, None, None);
     }
 
     pub(super) fn bitmap_infos(&self) -> Vec<BitmapInfo> {

@@ -402,7 +402,9 @@ impl<'i, 's> Change<'i, 's> {
         self.image.sync()?;
         self.image.replace_header(header)?;
         self.image.len = self.image.file.len().map_err(Error::io("cannot read the file's length"))?;
-        self.give_back()
+        // The image is changed. If this fails, only space is lost.
+        let _ = self.give_back();
+        Ok(())
     }
 
     /// Writes the refcount table to a new offset, and frees the old one.
@@ -428,8 +430,10 @@ impl<'i, 's> Change<'i, 's> {
         self.image.write(header.reftable_offset, &bytes, "cannot write the refcount table")
     }
 
-    /// Gives back the space of clusters that are free now. If that fails, only space is lost, so
-    /// errors are ignored.
+    /// Gives back the space of clusters that are free now.
+    ///
+    /// # Errors
+    /// The system's; only space is lost then.
     fn give_back(mut self) -> Result<()> {
         // Reads from now on see what was written: nothing is pending.
         self.old_table = self.table.clone();

@@ -17,6 +17,7 @@ mod flush;
 mod generation;
 mod mark_corrupt;
 mod pack;
+mod populate;
 mod seek;
 mod table;
 mod zero;
@@ -63,6 +64,10 @@ pub enum Op {
     },
     /// The range's contents are no longer needed.
     Discard,
+    /// Copies to the image what its backing images have in the range, in units that the map can
+    /// tell apart, so that the image does not need them there. The disk reads the same before and
+    /// after. Keep the range short: a whole unit, and up to all of the range, is in memory at once.
+    Populate,
     /// Makes everything that was completed before stable.
     Flush,
     /// Transfers nothing. [`Request::found`] then returns the type of the disk's contents from the
@@ -409,6 +414,7 @@ impl Request {
                     Op::Read => self.step_read(cx),
                     Op::Write => self.step_write(self.end, cx),
                     Op::WriteCompressed => self.step_pack_start(cx),
+                    Op::Populate => self.step_populate(cx),
                     Op::Seek { own } => self.step_seek(own, cx),
                     _ => self.step_zero(cx),
                 }

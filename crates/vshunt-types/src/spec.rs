@@ -19,7 +19,9 @@ mod port;
 pub use access::{SocketAccess, SocketMode};
 pub use balance::{BalanceDecision, BalanceInfo, BalanceMode, BalanceOutcome, ResizeDecision, ResizeOutcome};
 pub use drops::{DROP_REASONS, DropReason, NetDrops};
-pub use job::{BackupSpec, BitmapInfo, BitmapSpec, JobInfo, JobKind, JobStatus};
+pub use job::{
+    BackupSpec, BitmapInfo, BitmapSpec, CopyMode, JobInfo, JobKind, JobStatus, MirrorSpec, OverlayJobSpec,
+};
 pub use latency::{LatencyFigures, LatencyInfo, LatencyMode};
 pub use limits::{Burst, LIMIT_MAX, LimitKind, LimitsSpec};
 pub use net::{

@@ -36,6 +36,7 @@ const FILES: &[(&str, &str)] = &[
     ("crates/vshunt/src/qmp/commands/native.rs", "native::"),
     ("crates/vshunt/src/qmp/commands/qemu.rs", "qemu::"),
     ("crates/vshunt/src/qmp/commands/snapshot.rs", "snapshot::"),
+    ("crates/vshunt/src/qmp/commands/transaction.rs", "transaction::"),
     ("crates/vshunt/src/qmp/commands/throttle.rs", "throttle::"),
 ];
 

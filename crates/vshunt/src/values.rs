@@ -14,7 +14,7 @@ use serde::de::DeserializeOwned;
 use serde::de::value::StrDeserializer;
 use vshunt_daemon::{Check, check_disk_size};
 use vshunt_types::spec::{
-    BalanceMode, DiskSpec, ExportKind, ExportSpec, Format, NetSpec, WorkerSpec, Workers,
+    BalanceMode, CopyMode, DiskSpec, ExportKind, ExportSpec, Format, NetSpec, WorkerSpec, Workers,
 };
 
 use crate::keyval;
@@ -92,6 +92,12 @@ pub(crate) fn disk_size_change(text: &str) -> Result<SizeChange, String> {
 /// Returns the parser for formats of images.
 pub(crate) fn image_format() -> impl TypedValueParser<Value = Format> {
     PossibleValuesParser::new(["qcow2", "raw"]).map(|f| if f == "raw" { Format::Raw } else { Format::Qcow2 })
+}
+
+/// Returns the parser for copy modes of mirrors.
+pub(crate) fn copy_mode() -> impl TypedValueParser<Value = CopyMode> {
+    PossibleValuesParser::new(["background", "write-blocking"])
+        .map(|m| if m == "background" { CopyMode::Background } else { CopyMode::WriteBlocking })
 }
 
 fn number<T: FromStr>(text: &str) -> Result<T, String> {

@@ -9,11 +9,11 @@ use vshunt_types::spec::{DiskSpec, Format};
 
 use super::*;
 use crate::tests::Random;
-use crate::{Bits, WriteObservers};
+use crate::{Bits, CopyAfterWrite, CopyBeforeWrite, WriteObservers};
 
-const SIZE: u64 = 24 << 20;
+pub(crate) const SIZE: u64 = 24 << 20;
 
-fn open(dir: &Path, format: Format, name: &str) -> Arc<Disk> {
+pub(crate) fn open(dir: &Path, format: Format, name: &str) -> Arc<Disk> {
     let path = dir.join(name);
     let spec = DiskSpec { name: name.to_owned(), format: Some(format), locking: true, ..DiskSpec::default() };
     let spec = match format {
@@ -36,7 +36,7 @@ fn open(dir: &Path, format: Format, name: &str) -> Arc<Disk> {
 }
 
 /// Runs one request and waits for it.
-fn ask(uring: &mut Uring, handle: &DiskHandle, op: Op, offset: u64, bytes: &mut [u8]) {
+pub(crate) fn ask(uring: &mut Uring, handle: &DiskHandle, op: Op, offset: u64, bytes: &mut [u8]) {
     let mut io = Io::default();
     io.reset(op, offset, false);
     match op {
@@ -47,7 +47,7 @@ fn ask(uring: &mut Uring, handle: &DiskHandle, op: Op, offset: u64, bytes: &mut 
     handle.run(uring, &mut io).unwrap();
 }
 
-fn contents(disk: &Arc<Disk>) -> Vec<u8> {
+pub(crate) fn contents(disk: &Arc<Disk>) -> Vec<u8> {
     let (mut uring, mut all) = (Uring::new().unwrap(), vec![0; SIZE as usize]);
     let handle = disk.attach(&mut uring);
     ask(&mut uring, &handle, Op::Read, 0, &mut all);
@@ -56,7 +56,7 @@ fn contents(disk: &Arc<Disk>) -> Vec<u8> {
 }
 
 /// Writes its own part of the disk, until `stop` is set and it has written some.
-fn guest(disk: &Arc<Disk>, stretch: Range<u64>, seed: u64, stop: &AtomicBool) {
+pub(crate) fn guest(disk: &Arc<Disk>, stretch: Range<u64>, seed: u64, stop: &AtomicBool) {
     let mut random = Random::new(seed);
     let mut uring = Uring::new().unwrap();
     let handle = disk.attach(&mut uring);
@@ -77,7 +77,7 @@ fn guest(disk: &Arc<Disk>, stretch: Range<u64>, seed: u64, stop: &AtomicBool) {
     handle.detach(&mut uring);
 }
 
-fn fill(disk: &Arc<Disk>) {
+pub(crate) fn fill(disk: &Arc<Disk>) {
     let (mut uring, mut random) = (Uring::new().unwrap(), Random::new(7));
     let handle = disk.attach(&mut uring);
     let mut data = vec![0; 256 << 10];
@@ -111,7 +111,10 @@ fn copy_fleeced(
         None => work,
     });
     source.set_fleece(fleece.clone());
-    source.set_write_observers(WriteObservers { dirty: vec![], copy_before_write: Some(work.clone()) });
+    source.set_write_observers(WriteObservers {
+        copy_before_write: Some(work.clone()),
+        ..WriteObservers::default()
+    });
     let copy = Copy::new(source.clone(), target.clone(), work, std::thread::current());
     let copy = Arc::new(copy.onto_fresh(true).compressed(compress).fleeced(fleece));
     // At first, only blocks that guests write are copied.
@@ -223,6 +226,108 @@ fn a_fleecing_file_that_fails_ends_the_copy_and_no_guest() {
     assert!(copy.work.has_ended().is_some_and(|errno| errno < 0));
 }
 
+/// Writes its own part of the disk, and finds each write in the target when it is complete, if
+/// `follows` says so.
+fn followed_guest(source: &Arc<Disk>, target: &Arc<Disk>, part: Range<u64>, seed: u64, follows: &AtomicBool) {
+    let mut random = Random::new(seed);
+    let (mut uring, mut beside) = (Uring::new().unwrap(), Uring::new().unwrap());
+    let (handle, copy) = (source.attach(&mut uring), target.attach(&mut beside));
+    let (mut data, mut there) = (vec![0; 128 << 10], vec![0; 128 << 10]);
+    for n in 0..250 {
+        let len = (512 * (1 + random.below(if n % 8 == 0 { 256 } else { 16 }))) as usize;
+        let at = part.start + random.below((part.end - part.start - len as u64) / 512) * 512;
+        data[..len].fill(random.below(255) as u8 + 1);
+        let op = match random.below(10) {
+            0 => Op::WriteZeroes { unmap: n % 2 == 0 },
+            _ => Op::Write,
+        };
+        let sure = follows.load(Acquire);
+        ask(&mut uring, &handle, op, at, &mut data[..len]);
+        if !(sure && follows.load(Acquire)) {
+            continue;
+        }
+        if op != Op::Write {
+            data[..len].fill(0);
+        }
+        ask(&mut beside, &copy, Op::Read, at, &mut there[..len]);
+        assert!(data[..len] == there[..len], "write {n} at {at} of {len} bytes is not in the target");
+    }
+    handle.detach(&mut uring);
+    copy.detach(&mut beside);
+}
+
+/// Two guests write, and each write is in the target when it is complete. The queue of the copy
+/// moves, and is stopped at the end, or in the middle.
+#[test]
+fn the_target_has_each_write_before_it_completes() {
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    for (i, (from, to)) in
+        [(Format::Ram, Format::Qcow2), (Format::Qcow2, Format::Raw), (Format::Raw, Format::Ram)]
+            .into_iter()
+            .enumerate()
+    {
+        let (source, target) =
+            (open(dir.path(), from, &format!("s{i}")), open(dir.path(), to, &format!("t{i}")));
+        fill(&source);
+        let work = Arc::new(CopyAfterWrite::new(SIZE, 12).unwrap());
+        let all = Bits::new(SIZE, 16).unwrap();
+        all.set(all.all());
+        work.add(&all);
+        let observers = WriteObservers { copy_after_write: Some(work.clone()), ..WriteObservers::default() };
+        source.set_write_observers(observers);
+        let copy = Copy::new(source.clone(), target.clone(), work.clone(), std::thread::current());
+        let copy = Arc::new(copy);
+        let workers = Workers::new(50).unwrap();
+        let ids: Vec<_> = (0..2).map(|_| workers.create(None, &Settings::default()).unwrap()).collect();
+        let set = QueueSet::new("copy", &workers, &ids[..1]).unwrap();
+        let follows = AtomicBool::new(true);
+        let stop_early = i == 2;
+        std::thread::scope(|scope| {
+            let guests: Vec<_> = [0..SIZE / 2, SIZE / 2..SIZE]
+                .into_iter()
+                .enumerate()
+                .map(|(i, half)| {
+                    let (source, target, follows) = (&source, &target, &follows);
+                    scope.spawn(move || followed_guest(source, target, half, 23 + i as u64, follows))
+                })
+                .collect();
+            set.start(0, Box::new(CopyQueue::new(copy.clone(), set.stats(0).clone())));
+            let begin = Instant::now();
+            let mut round = 0;
+            while !guests.iter().all(std::thread::ScopedJoinHandle::is_finished) {
+                round += 1;
+                set.attach(0, ids[round % 2], Duration::from_secs(60)).unwrap();
+                std::thread::park_timeout(Duration::from_millis(3));
+                if stop_early && round == 5 {
+                    follows.store(false, Release);
+                    copy.stop.store(true, Relaxed);
+                    copy.work.notify();
+                }
+                assert!(begin.elapsed() < Duration::from_secs(60), "{} writes wait", work.waiting());
+            }
+        });
+        let limit = Instant::now() + Duration::from_secs(60);
+        while !stop_early && !work.is_idle() {
+            assert!(Instant::now() < limit, "{} bytes are left", work.backlog_bytes());
+            std::thread::park_timeout(Duration::from_millis(3));
+        }
+        copy.stop.store(true, Relaxed);
+        copy.work.notify();
+        while !copy.over.load(Acquire) {
+            assert!(Instant::now() < limit, "it does not end");
+            std::thread::park_timeout(Duration::from_millis(3));
+        }
+        drop(set.stop(0));
+        drop(set);
+        workers.end_all();
+        assert!(copy.failure().is_none(), "{:?}", copy.failure());
+        if !stop_early {
+            let (there, here) = (contents(&target), contents(&source));
+            assert_eq!(here.chunks(512).zip(there.chunks(512)).position(|(a, b)| a != b), None);
+        }
+    }
+}
+
 #[test]
 fn a_target_that_fails_ends_the_copy_and_no_guest() {
     let dir = tempfile::tempdir_in("/var/tmp").unwrap();
@@ -260,7 +365,10 @@ fn a_copy_that_is_stopped_lets_all_writes_go() {
         let todo = Bits::new(LARGE, 12).unwrap();
         todo.set(todo.all());
         let work = Arc::new(CopyBeforeWrite::new(todo).unwrap());
-        source.set_write_observers(WriteObservers { dirty: vec![], copy_before_write: Some(work.clone()) });
+        source.set_write_observers(WriteObservers {
+            copy_before_write: Some(work.clone()),
+            ..WriteObservers::default()
+        });
         let copy = Arc::new(Copy::new(source.clone(), target, work, std::thread::current()));
         copy.paused.store(round % 2 == 0, Relaxed);
         let workers = Workers::new(0).unwrap();

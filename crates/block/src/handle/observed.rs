@@ -1,4 +1,5 @@
-//! Writes that dirty bitmaps record, or that first read for a backup what they replace.
+//! Writes that dirty bitmaps record, that first read for a backup what they replace, or that wait
+//! for their copy by a mirror.
 
 use qcow2::Waker;
 use vshunt_engine::{Token, Uring};
@@ -23,14 +24,58 @@ impl DiskHandle {
         token: Token,
     ) -> Step {
         let range = io.request.offset..io.request.offset + io.request.len;
+        debug_assert!(!io.state.awaits_copy, "the request before it has ended");
         observers.record(range.clone());
         match &observers.copy_before_write {
             Some(copy) if copy.concerns(range) => {
                 io.state.copy_before_write.get_or_insert_default().active = true;
                 self.read_old_data(copy, uring, io, token)
             }
-            _ => self.begin(uring, io, token),
+            _ => {
+                let step = self.begin(uring, io, token);
+                self.follow(observers, uring, io, token, step)
+            }
         }
+    }
+
+    /// Continues a write that waits for the disk, or for its copy by a mirror.
+    #[cold]
+    pub(super) fn resume_followed(
+        &self,
+        observers: &WriteObservers,
+        uring: &mut Uring,
+        io: &mut Io,
+        token: Token,
+        res: i32,
+    ) -> Step {
+        if std::mem::take(&mut io.state.awaits_copy) {
+            return Step::Done(0);
+        }
+        let step = self.advance(uring, io, token, res);
+        self.follow(observers, uring, io, token, step)
+    }
+
+    /// Makes a write that the disk has completed wait for its copy.
+    fn follow(
+        &self,
+        observers: &WriteObservers,
+        uring: &mut Uring,
+        io: &mut Io,
+        token: Token,
+        step: Step,
+    ) -> Step {
+        let (Some(copy), Step::Done(res)) = (&observers.copy_after_write, step) else { return step };
+        let range = io.request.offset..io.request.offset + io.request.len;
+        if res < 0 {
+            copy.failed(range);
+            return step;
+        }
+        if !copy.wrote(range, Waker { who: uring.id(), token: token.pack() }) {
+            return step;
+        }
+        io.state.awaits_copy = true;
+        uring.expect_wake();
+        Step::Wait
     }
 
     /// Continues a write that reads what it replaces, or waits for another write that does.

@@ -34,6 +34,9 @@ pub(crate) struct DriverState {
     pub(crate) fast_path: Option<(FastPath, u64)>,
     /// A write under a backup.
     pub(crate) copy_before_write: Option<Box<CopyBeforeWriteState>>,
+    /// A write under a mirror: only its copy is left to be done, and the next completion with its
+    /// token says that the target has it.
+    pub(crate) awaits_copy: bool,
     /// A long request that is done in parts.
     pub(crate) split: Option<Box<SplitState>>,
 }

@@ -14,7 +14,7 @@ use crate::drained::with_disk_drained;
 use crate::export::Export;
 
 /// Bytes that a bit stands for by default.
-const GRANULARITY: u64 = 64 << 10;
+pub(super) const GRANULARITY: u64 = 64 << 10;
 /// Dirty bitmaps of a disk at most. Each adds to the cost of a write.
 const BITMAPS_MAX: usize = 64;
 /// Bytes of the name of a bitmap at most, a limit of the qcow2 format.
@@ -46,6 +46,15 @@ pub(super) fn writer(exports: &[Arc<Export>], entry: &DiskEntry) -> Result<Optio
     Ok(writer)
 }
 
+/// A bitmap that is about to be added.
+pub(super) struct AddedBitmap<'a> {
+    pub(super) name: &'a str,
+    /// Bytes for each bit.
+    pub(super) granularity: u64,
+    /// Whether it is stored in the image, if that was said.
+    pub(super) persistent: Option<bool>,
+}
+
 /// Calls `f` while no write is in flight.
 pub(super) fn at_rest<R>(writer: Option<&Arc<Export>>, f: impl FnOnce() -> R) -> Result<R> {
     match writer {
@@ -64,65 +73,66 @@ impl Daemon {
         {
             let entry = self.state().disk(&spec.disk)?;
             let _op = entry.op_lock();
-            self.place_bitmap(&entry, &spec.name, granularity, spec.persistent)?;
+            let added = AddedBitmap { name: &spec.name, granularity, persistent: spec.persistent };
+            self.place_bitmaps(&entry, &[added])?;
         }
-        self.change_bitmaps(&spec.disk, |entry| {
-            check_new(entry, &spec.name)?;
-            let persistent = persistent(entry, spec.persistent)?;
-            let bitmap = Bitmap::new(&spec.name, entry.disk.size_bytes(), granularity, persistent)?;
-            (bitmap.state().recording, bitmap.state().gap) = (!spec.disabled, spec.disabled);
-            entry.watched.state().bitmaps.push(Arc::new(bitmap));
-            Ok(())
-        })
+        self.change_bitmaps(&spec.disk, |entry| new_bitmap(entry, spec).map(|_| ()))
     }
 
-    /// Adds a new bitmap to the image of its disk, marked as in use. So it exists after the death
+    /// Adds new bitmaps to the image of their disk, marked as in use. So they exist after the death
     /// of the daemon, as inconsistent, like every bitmap that was not written back. The caller
     /// holds `op_lock` of the disk. The image is closed and opened again; guests wait meanwhile.
     ///
     /// Nothing is done for a bitmap that is not persistent, or that will be refused. The disk of a
-    /// job stays open, and the bitmap is added when its image is closed.
+    /// job stays open, and the bitmaps are added when its image is closed.
     ///
     /// # Errors
-    /// The image has no room for it, or the disk cannot be drained. The disk is unchanged.
-    pub(super) fn place_bitmap(
-        &self,
-        entry: &Arc<DiskEntry>,
-        name: &str,
-        granularity: u64,
-        asked: Option<bool>,
-    ) -> Result<()> {
+    /// The image has no room for them, or the disk cannot be drained. The disk is unchanged.
+    pub(super) fn place_bitmaps(&self, entry: &Arc<DiskEntry>, added: &[AddedBitmap<'_>]) -> Result<()> {
         let disk = &entry.disk;
-        let kept = !disk.readonly() && disk.is_qcow2() && persistent(entry, asked).is_ok_and(|kept| kept);
         let exports = self.state().exports_of(entry)?;
-        if !kept || check_new(entry, name).is_err() || writer(&exports, entry).is_err() {
+        if disk.readonly() || !disk.is_qcow2() || writer(&exports, entry).is_err() {
+            return Ok(());
+        }
+        let mut placed: Vec<Arc<Bitmap>> = Vec::new();
+        for bitmap in added {
+            let kept = persistent(entry, bitmap.persistent).is_ok_and(|kept| kept);
+            if kept && check_new(entry, bitmap.name).is_ok() && placed.iter().all(|b| b.name != bitmap.name) {
+                check_number(entry, placed.len())?;
+                let new = Bitmap::new(bitmap.name, disk.size_bytes(), bitmap.granularity, true)?;
+                placed.push(Arc::new(new));
+            }
+        }
+        if placed.is_empty() {
             return Ok(());
         }
         if let Some(job) = entry.watched.job() {
+            let names: Vec<_> = placed.iter().map(|b| b.name.as_str()).collect();
             tracing::warn!(
-                "bitmap {name} of disk {} is not in its image before job {job} is over and the disk is closed: should vshunt be \
+                "bitmap {} of disk {} is not in its image before job {job} is over and the disk is closed: should vshunt be \
                  killed before, it is lost",
+                names.join(", "),
                 entry.name
             );
             return Ok(());
         }
-        let bitmap = Arc::new(Bitmap::new(name, disk.size_bytes(), granularity, true)?);
         let exports = self.changeable(entry)?;
         let _ = disk.sync();
-        entry.watched.state().bitmaps.push(bitmap.clone());
-        let placed = with_disk_drained(entry, &exports, || {
+        entry.watched.state().bitmaps.extend(placed.iter().cloned());
+        let result = with_disk_drained(entry, &exports, || {
             disk.reopen(&entry.spec())?;
-            match disk.take_bitmaps().iter().any(|there| there.name == name) {
-                true => Ok(()),
-                false => Err(Error::invalid(format!(
-                    "bitmap {name} cannot be kept in the image of disk {} (see the log); --persistent false leaves it in memory",
-                    entry.name
+            let there = disk.take_bitmaps();
+            match placed.iter().find(|b| there.iter().all(|there| there.name != b.name)) {
+                None => Ok(()),
+                Some(lost) => Err(Error::invalid(format!(
+                    "bitmap {} cannot be kept in the image of disk {} (see the log); --persistent false leaves it in memory",
+                    lost.name, entry.name
                 ))),
             }
         });
-        // The new bitmap gets its name.
-        entry.watched.state().bitmaps.retain(|b| !Arc::ptr_eq(b, &bitmap));
-        placed
+        // The new bitmaps get their names.
+        entry.watched.state().bitmaps.retain(|b| !placed.iter().any(|placed| Arc::ptr_eq(b, placed)));
+        result
     }
 
     /// Removes a bitmap.
@@ -189,11 +199,7 @@ impl Daemon {
         let entry = self.state().disk(disk)?;
         let _op = entry.op_lock();
         let exports = self.state().exports_of(&entry)?;
-        if entry.disk.readonly() {
-            return Err(Error::invalid(format!("disk {disk} is read-only: its bitmaps cannot be changed")));
-        }
-        // A job that writes to the disk is not drained, since it is no export.
-        entry.watched.check_exportable(disk)?;
+        check_changeable(&entry)?;
         let writer = writer(&exports, &entry)?;
         at_rest(writer.as_ref(), || {
             let changed = f(&entry);
@@ -201,6 +207,27 @@ impl Daemon {
             changed
         })?
     }
+}
+
+/// Checks that the bitmaps of a disk may be changed.
+pub(super) fn check_changeable(entry: &DiskEntry) -> Result<()> {
+    let disk = &entry.name;
+    if entry.disk.readonly() {
+        return Err(Error::invalid(format!("disk {disk} is read-only: its bitmaps cannot be changed")));
+    }
+    // A job that writes to the disk is not drained, since it is no export.
+    entry.watched.check_exportable(disk)
+}
+
+/// Adds a bitmap. No write is in flight.
+pub(super) fn new_bitmap(entry: &DiskEntry, spec: &BitmapSpec) -> Result<Arc<Bitmap>> {
+    check_new(entry, &spec.name)?;
+    let persistent = persistent(entry, spec.persistent)?;
+    let granularity = spec.granularity.unwrap_or(GRANULARITY);
+    let bitmap = Arc::new(Bitmap::new(&spec.name, entry.disk.size_bytes(), granularity, persistent)?);
+    (bitmap.state().recording, bitmap.state().gap) = (!spec.disabled, spec.disabled);
+    entry.watched.state().bitmaps.push(bitmap.clone());
+    Ok(bitmap)
 }
 
 /// Checks that a bitmap of that name can be added.
@@ -213,10 +240,18 @@ pub(super) fn check_new(entry: &DiskEntry, name: &str) -> Result<()> {
     if state.bitmaps.iter().any(|b| b.name == name) {
         return Err(Error::exists(format!("disk {disk} has a bitmap {name} already")));
     }
-    if state.bitmaps.len() >= BITMAPS_MAX {
-        return Err(Error::limit(format!("disk {disk} has {BITMAPS_MAX} bitmaps already; remove one")));
+    drop(state);
+    check_number(entry, 0)
+}
+
+/// Checks that a bitmap can be added to those of a disk and so many others.
+fn check_number(entry: &DiskEntry, others: usize) -> Result<()> {
+    match entry.watched.state().bitmaps.len() + others < BITMAPS_MAX {
+        true => Ok(()),
+        false => {
+            Err(Error::limit(format!("disk {} has {BITMAPS_MAX} bitmaps at most; remove one", entry.name)))
+        }
     }
-    Ok(())
 }
 
 /// Returns whether a bitmap is stored in the image.

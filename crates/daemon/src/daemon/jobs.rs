@@ -4,26 +4,85 @@
 mod backup;
 mod commit;
 mod fleece;
+mod mirror;
+mod point;
+mod rounds;
 mod run;
 mod share;
+mod stream;
 mod target;
+mod target_file;
+mod together;
 
-use std::sync::Arc;
+pub use self::together::PointAction;
+
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use vshunt_engine::QueueSet;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{JobInfo, JobKind, JobStatus, QueueInfo};
 
+pub use self::mirror::{HOLD, HOLD_MAX};
 use super::Daemon;
+use crate::disk_entry::DiskEntry;
 use crate::event::Event;
-use crate::export::queue_info;
+use crate::export::{Export, queue_info};
 use crate::job::Job;
 
 /// Concluded jobs that are kept at most. The oldest is dropped first.
 const CONCLUDED_MAX: usize = 64;
+/// How long the end of the daemon waits for jobs before it says which ones.
+const QUIET_END: Duration = Duration::from_secs(3);
+
+/// The claim of a job that is being started to the disk that it reads. It ends when it is dropped.
+#[must_use = "the disk is free at once"]
+struct SourceClaim(Option<Arc<DiskEntry>>);
+
+impl SourceClaim {
+    /// Leaves the disk to the job, which has started.
+    fn keep(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for SourceClaim {
+    fn drop(&mut self) {
+        if let Some(entry) = &self.0 {
+            entry.watched.release();
+        }
+    }
+}
+
+/// The name of a job that is being started. No other job and no export gets it meanwhile. When this
+/// is dropped, the job is in the list, or the name is free.
+struct JobName<'a> {
+    daemon: &'a Daemon,
+    id: String,
+}
+
+impl std::ops::Deref for JobName<'_> {
+    type Target = String;
+
+    fn deref(&self) -> &String {
+        &self.id
+    }
+}
+
+impl Drop for JobName<'_> {
+    fn drop(&mut self) {
+        self.daemon.state().starting.remove(&self.id);
+    }
+}
 
 impl Daemon {
+    /// Chooses the name of a job: the requested one if it is free, otherwise the first free one.
+    fn job_name(&self, asked: Option<&str>, kind: &str) -> Result<JobName<'_>> {
+        let id = self.state().reserve_job_name(asked, kind)?;
+        Ok(JobName { daemon: self, id })
+    }
+
     /// Returns all jobs, sorted by name, including concluded jobs that were not dismissed.
     pub fn jobs(&self) -> Vec<JobInfo> {
         let jobs: Vec<_> = self.state().jobs.values().cloned().collect();
@@ -31,20 +90,129 @@ impl Daemon {
     }
 
     /// Cancels a job, and returns at once. Its target is not usable as a backup.
+    ///
+    /// # Errors
+    /// There is no such job, or it is about to end.
     pub fn job_cancel(&self, id: &str) -> Result<()> {
         let job = self.running(id)?;
+        self.cancel(&job)
+    }
+
+    fn cancel(&self, job: &Job) -> Result<()> {
+        let id = &job.id;
         {
             let mut state = job.state();
-            if state.status == JobStatus::Pending {
-                return Err(Error::busy(format!("job {id} has copied all and is about to end; wait for it")));
+            match state.status {
+                JobStatus::Pending if !state.awaits_finalize => {
+                    return Err(Error::busy(format!(
+                        "job {id} has copied all and is about to end; wait for it"
+                    )));
+                }
+                // It ends already, with an error of its own.
+                JobStatus::Aborting => return Ok(()),
+                _ => state.cancelled = true,
             }
-            state.cancelled = true;
         }
         if let Some(work) = job.active() {
             work.copy.stop.store(true, Relaxed);
         }
         job.wake();
         Ok(())
+    }
+
+    /// Completes a mirror that is ready. `switch`: its disk continues in the target; if not, the
+    /// target is a copy of the disk as it is now. `hold`: for how long guests may be held for what
+    /// they have written last, 1 ms to [`HOLD_MAX`]; None is [`HOLD`]. A mirror that cannot be
+    /// completed stays ready, and its error says why.
+    ///
+    /// # Errors
+    /// There is no such job, it completes by itself, is not ready, or is ending already.
+    pub fn job_complete(&self, id: &str, switch: bool, hold: Option<Duration>) -> Result<()> {
+        let job = self.running(id)?;
+        match job.kind {
+            JobKind::Mirror => self.mirror_complete(&job, switch, hold.unwrap_or(HOLD)),
+            _ if hold.is_some() => {
+                Err(Error::invalid(format!("job {id} is no mirror, and holds no guests; leave out hold")))
+            }
+            JobKind::Backup | JobKind::Commit | JobKind::Stream => Err(Error::invalid(format!(
+                "job {id} completes by itself when all is copied; only a mirror is completed by a command"
+            ))),
+        }
+    }
+
+    /// Finalizes a job that has copied all, and does not do that by itself.
+    ///
+    /// # Errors
+    /// There is no such job, it finalizes by itself, or has not copied all.
+    pub fn job_finalize(&self, id: &str) -> Result<()> {
+        let job = self.running(id)?;
+        if job.auto_finalize {
+            return Err(Error::invalid(format!(
+                "job {id} finalizes by itself; only one that was started with auto-finalize=false is finalized by a command"
+            )));
+        }
+        {
+            let mut state = job.state();
+            if state.cancelled {
+                return Err(Error::busy(format!("job {id} is being cancelled")));
+            }
+            match state.status {
+                JobStatus::Pending if state.awaits_finalize && !state.finalized => state.finalized = true,
+                JobStatus::Pending => {
+                    return Err(Error::busy(format!("job {id} is being finalized already")));
+                }
+                JobStatus::Aborting => return Err(Error::busy(format!("job {id} has failed"))),
+                JobStatus::Ready => {
+                    return Err(Error::busy(format!("job {id} is ready, and must be completed first")));
+                }
+                _ => return Err(Error::busy(format!("job {id} is not pending: it still copies"))),
+            }
+        }
+        job.wake();
+        Ok(())
+    }
+
+    /// Announces that a job waits to be finalized.
+    fn announce_pending(&self, job: &Job) {
+        {
+            let mut state = job.state();
+            state.thread = Some(std::thread::current());
+            (state.status, state.paused) = (JobStatus::Pending, false);
+            (state.awaits_finalize, state.finalized) = (true, false);
+        }
+        self.tell_status(job);
+        self.tell(&Event::JobPending(job.info()));
+    }
+
+    /// Waits, on the thread of a job that has copied all, until it may be finalized.
+    ///
+    /// # Errors
+    /// It was cancelled meanwhile.
+    fn await_finalize(&self, job: &Job) -> Result<()> {
+        if job.auto_finalize {
+            return Ok(());
+        }
+        self.announce_pending(job);
+        loop {
+            {
+                let state = job.state();
+                if state.cancelled {
+                    return Err(run::cancelled());
+                }
+                if state.finalized {
+                    return Ok(());
+                }
+            }
+            std::thread::park();
+        }
+    }
+
+    /// Ends a job that a front end of QEMU cancels without force: a mirror that is ready completes,
+    /// and its disk stays where it is.
+    pub fn job_cancel_softly(&self, id: &str) -> Result<()> {
+        let job = self.running(id)?;
+        let ready = job.kind == JobKind::Mirror && job.state().status == JobStatus::Ready;
+        if ready { self.mirror_complete(&job, false, HOLD) } else { self.job_cancel(id) }
     }
 
     /// Pauses a job: it copies only what guests overwrite, until it is resumed.
@@ -61,6 +229,16 @@ impl Daemon {
         let job = self.running(id)?;
         {
             let mut state = job.state();
+            if state.status == JobStatus::Ready {
+                return Err(Error::busy(format!(
+                    "job {id} is ready, and copies only what guests write; complete it, or cancel it"
+                )));
+            }
+            if state.awaits_finalize {
+                return Err(Error::busy(format!(
+                    "job {id} has copied all, and waits to be finalized: finalize it, or cancel it"
+                )));
+            }
             if !matches!(state.status, JobStatus::Running | JobStatus::Paused) {
                 return Err(Error::busy(format!("job {id} is about to end; wait for it")));
             }
@@ -84,6 +262,34 @@ impl Daemon {
         job.state().speed = speed;
         job.wake();
         Ok(())
+    }
+
+    /// Returns the exports of a disk that a job changes or leaves, whose size must stay.
+    ///
+    /// # Errors
+    /// The disk cannot be changed now, or users of an export could change its size.
+    fn exports_for_job(&self, entry: &Arc<DiskEntry>) -> Result<Vec<Arc<Export>>> {
+        let exports = self.changeable(entry)?;
+        match exports.iter().find(|e| e.spec.growable == Some(true)) {
+            Some(export) => Err(Error::unsupported(format!(
+                "export {} of disk {} is growable=on: its users could change the size while the job runs; remove it first",
+                export.spec.name, entry.name
+            ))),
+            None => Ok(exports),
+        }
+    }
+
+    /// Claims a disk for a job that reads it, before the job has started. The caller holds its
+    /// `op_lock`.
+    ///
+    /// # Errors
+    /// The disk does not exist any more, or another job uses it.
+    fn claim_source(&self, entry: &Arc<DiskEntry>, job: &str) -> Result<SourceClaim> {
+        // The disk is removed under this lock.
+        let state = self.state();
+        state.exports_of(entry)?;
+        entry.watched.claim_source(&entry.name, job)?;
+        Ok(SourceClaim(Some(entry.clone())))
     }
 
     /// Removes a job that failed before it started.
@@ -152,12 +358,23 @@ impl Daemon {
 
     /// Cancels all jobs, and waits for their end. No job is started any more.
     pub(super) fn end_jobs(&self) {
-        for info in self.jobs() {
-            let _ = self.job_cancel(&info.id);
+        let jobs: Vec<_> = self.state().jobs.values().cloned().collect();
+        for job in jobs.iter().filter(|job| !job.is_concluded()) {
+            let _ = self.cancel(job);
         }
-        let mut state = self.state();
-        while state.jobs.values().any(|j| !j.is_concluded()) {
-            state = self.wait(state);
+        let (mut state, mut told) = (self.state(), false);
+        loop {
+            let left: Vec<_> = state.jobs.values().filter(|job| !job.is_concluded()).cloned().collect();
+            if left.is_empty() {
+                return;
+            }
+            let waited = self.changed.wait_timeout(state, QUIET_END);
+            let (again, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            state = again;
+            if timeout.timed_out() && !told {
+                told = true;
+                left.iter().filter(|job| !job.is_concluded()).for_each(|job| warn_of_end(job));
+            }
         }
     }
 
@@ -177,6 +394,19 @@ impl Daemon {
     }
 }
 
+/// Says what the end of the daemon waits for.
+fn warn_of_end(job: &Job) {
+    let storage = match job.active() {
+        Some(active) if !active.copy.leave_source() => format!("disk {} or {}", job.disk, job.target),
+        _ => job.target.clone(),
+    };
+    tracing::warn!(
+        "the daemon ends when job {} does, which waits for {storage}; to end it at once, send SIGTERM again (after 'vshunt \
+         quit' twice, more than a second apart)",
+        job.id
+    );
+}
+
 /// Adds to the error of a job what to do against it.
 fn remedied(e: Error, job: &Job) -> Error {
     match (e.errno(), job.kind) {
@@ -184,9 +414,55 @@ fn remedied(e: Error, job: &Job) -> Error {
             "disk {} continues in its overlay: free space for {}, and commit again",
             job.disk, job.target
         )),
+        (Some(libc::ENOSPC | libc::EDQUOT), JobKind::Stream) => e.remedy(format_args!(
+            "disk {} keeps its backing image: free space for {}, and start the stream again",
+            job.disk, job.target
+        )),
         (Some(libc::ENOSPC | libc::EDQUOT), JobKind::Backup) => {
             e.remedy("free space there, or choose a target on another file system")
         }
+        (Some(libc::ENOSPC | libc::EDQUOT), JobKind::Mirror) => e.remedy(format_args!(
+            "disk {} stays where it is: free space there, or choose another target",
+            job.disk
+        )),
         _ => e,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vshunt_types::error::Kind;
+    use vshunt_types::spec::{DiskSpec, Format};
+
+    use super::*;
+    use crate::daemon::Options;
+    use crate::job::JobOptions;
+
+    #[test]
+    fn the_disk_of_a_job_that_is_being_started_stays() {
+        let daemon = Daemon::new(Options::default()).unwrap();
+        let (name, format) = ("d0".to_owned(), Some(Format::Ram));
+        daemon.disk_add(DiskSpec { name, format, size: Some(1 << 20), ..DiskSpec::default() }).unwrap();
+        let entry = daemon.state().disk("d0").unwrap();
+        let claim = daemon.claim_source(&entry, "j0").unwrap();
+        let refused = daemon.disk_remove("d0").unwrap_err();
+        assert!(refused.kind() == Kind::Busy && refused.to_string().contains("j0"), "{refused}");
+        assert!(daemon.claim_source(&entry, "j1").is_err());
+        // It did not start.
+        drop((claim, entry));
+        daemon.disk_remove("d0").unwrap();
+        daemon.shutdown();
+    }
+
+    #[test]
+    fn a_job_that_fails_keeps_its_error_when_it_is_cancelled() {
+        let daemon = Daemon::new(Options::default()).unwrap();
+        let job = Arc::new(Job::new("j0", JobKind::Mirror, "d0", "there".to_owned(), JobOptions::default()));
+        daemon.state().enter(job.clone()).unwrap();
+        let failed = job.decide(Err(Error::invalid("no")));
+        daemon.job_cancel("j0").unwrap();
+        daemon.conclude(&job, failed);
+        assert_eq!((job.info().error.as_deref(), job.info().cancelled), (Some("no"), false));
+        daemon.shutdown();
     }
 }

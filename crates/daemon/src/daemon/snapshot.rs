@@ -5,7 +5,7 @@
 //! must never happen: a request of a guest fails because of a snapshot, or goes to the image below
 //! an overlay.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vshunt_block::{Overlay, SnapshotInfo};
@@ -16,7 +16,7 @@ use vshunt_types::spec::{Cache, Direct, DiskInfo, DiskSpec};
 use super::Daemon;
 use crate::check::Check;
 use crate::disk_entry::DiskEntry;
-use crate::drained::with_disk_drained;
+use crate::drained::{with_disk_drained, with_exports_drained};
 use crate::export::Export;
 use crate::registry::WaitingOverlay;
 
@@ -30,6 +30,68 @@ pub enum OverlayMode {
     Existing,
 }
 
+/// A snapshot of a disk that is wanted.
+#[derive(Clone, Debug)]
+pub struct SnapshotWish {
+    /// The name of the disk.
+    pub disk: String,
+    /// The path of the overlay.
+    pub overlay: PathBuf,
+    /// Whether it is made.
+    pub mode: OverlayMode,
+}
+
+/// A snapshot whose overlay is there.
+struct PreparedSnapshot {
+    entry: Arc<DiskEntry>,
+    /// The description of the disk before.
+    before: DiskSpec,
+    overlay: Overlay,
+    /// The description in the overlay, once the disk is there.
+    next: Option<DiskSpec>,
+}
+
+/// Makes each disk continue in its overlay, or none. All their queues are drained.
+///
+/// # Errors
+/// Those of the first disk that cannot. If one cannot return to its image either, the text says so.
+fn switch(all: &mut [PreparedSnapshot]) -> Result<()> {
+    for at in 0..all.len() {
+        let (done, rest) = all.split_at_mut(at);
+        let Some(this) = rest.first_mut() else { break };
+        let entry = &this.entry;
+        let switched = entry.with_bitmaps_kept(|| entry.disk.switch_to_overlay(&this.before, &this.overlay));
+        match switched {
+            Ok(next) => {
+                entry.set_spec(next.clone());
+                this.next = Some(next);
+            }
+            Err(e) => return Err(switch_back(done, e)),
+        }
+    }
+    Ok(())
+}
+
+/// Returns disks to their images, of which each has all of its disk. Returns the error with what
+/// that did not achieve.
+fn switch_back(done: &mut [PreparedSnapshot], mut error: Error) -> Error {
+    for this in done {
+        let (entry, before) = (&this.entry, &this.before);
+        let Some(next) = this.next.take() else { continue };
+        match entry.with_bitmaps_kept(|| entry.disk.switch_back(&next, before)) {
+            Ok(()) => entry.set_spec(before.clone()),
+            Err(e) => {
+                error = error.remedy(format_args!(
+                    "disk {} continues in its overlay, because it cannot return to its image: {e}",
+                    entry.name
+                ));
+                this.next = Some(next);
+            }
+        }
+    }
+    error
+}
+
 impl Daemon {
     /// Takes an external snapshot: the disk continues in `overlay`, and its image becomes the
     /// backing file, which does not change any more.
@@ -37,34 +99,66 @@ impl Daemon {
     /// # Errors
     /// The disk is unchanged, and no file is left behind.
     pub fn disk_snapshot(&self, name: &str, overlay: &Path, mode: OverlayMode) -> Result<()> {
-        let entry = self.state().disk(name)?;
-        let _op = entry.op_lock();
-        let exports = self.changeable(&entry)?;
+        self.disks_snapshot(&[SnapshotWish { disk: name.to_owned(), overlay: overlay.to_owned(), mode }])
+    }
+
+    /// Takes external snapshots of several disks at one point in time: all their queues are drained
+    /// before the first one is switched. The overlays hold all later writes, and no earlier one.
+    ///
+    /// # Errors
+    /// All disks are unchanged, and no file is left behind; or the text names those that are not.
+    pub fn disks_snapshot(&self, wishes: &[SnapshotWish]) -> Result<()> {
+        let mut wishes: Vec<_> = wishes.iter().collect();
+        // Two calls lock common disks in the same order.
+        wishes.sort_by(|a, b| a.disk.cmp(&b.disk));
+        if let Some(two) = wishes.windows(2).find(|two| two[0].disk == two[1].disk) {
+            return Err(Error::invalid(format!("disk {} is named twice; leave one out", two[0].disk)));
+        }
+        let entries: Result<Vec<_>> = wishes.iter().map(|wish| self.state().disk(&wish.disk)).collect();
+        let entries = entries?;
+        let _ops: Vec<_> = entries.iter().map(|entry| entry.op_lock()).collect();
+        let (mut prepared, mut exports) = (Vec::new(), Vec::new());
+        for (entry, wish) in entries.iter().zip(&wishes) {
+            match self.prepare_snapshot(entry, wish) {
+                Ok((snapshot, its)) => {
+                    prepared.push(snapshot);
+                    exports.extend(its);
+                }
+                Err(e) => {
+                    prepared.into_iter().for_each(|snapshot| snapshot.overlay.unmake());
+                    return Err(e);
+                }
+            }
+        }
+        // Most data is written before guests must wait. If a flush fails, the one below fails, too.
+        entries.iter().for_each(|entry| drop(entry.disk.sync()));
+        let names: Vec<_> = wishes.iter().map(|wish| wish.disk.as_str()).collect();
+        let result = with_exports_drained(&names.join(", "), &exports, || switch(&mut prepared));
+        if result.is_err() {
+            prepared.into_iter().filter(|s| s.next.is_none()).for_each(|snapshot| snapshot.overlay.unmake());
+        }
+        result
+    }
+
+    /// Checks a disk, and makes or opens its overlay. The caller holds `op_lock` of the disk.
+    fn prepare_snapshot(
+        &self,
+        entry: &Arc<DiskEntry>,
+        wish: &SnapshotWish,
+    ) -> Result<(PreparedSnapshot, Vec<Arc<Export>>)> {
+        let exports = self.changeable(entry)?;
         if let Some(export) = exports.iter().find(|e| e.spec.growable == Some(true)) {
             return Err(Error::unsupported(format!(
-                "export {} of disk {name} is growable=on, which an overlay cannot be; remove it first",
-                export.spec.name
+                "export {} of disk {} is growable=on, which an overlay cannot be; remove it first",
+                export.spec.name, wish.disk
             )));
         }
-        let (disk, now) = (&entry.disk, entry.spec());
-        let size_bytes = disk.size_bytes();
-        let overlay = match mode {
-            OverlayMode::New => Overlay::make(overlay, &now, size_bytes)?,
-            OverlayMode::Existing => Overlay::existing(overlay, &now, size_bytes)?,
+        let (before, size_bytes) = (entry.spec(), entry.disk.size_bytes());
+        let overlay = match wish.mode {
+            OverlayMode::New => Overlay::make(&wish.overlay, &before, size_bytes)?,
+            OverlayMode::Existing => Overlay::existing(&wish.overlay, &before, size_bytes)?,
         };
-        // Most data is written before guests must wait. If this flush fails, the flush below fails,
-        // too.
-        let _ = disk.sync();
-        match with_disk_drained(&entry, &exports, || disk.switch_to_overlay(&now, &overlay)) {
-            Ok(next) => {
-                entry.set_spec(next);
-                Ok(())
-            }
-            Err(e) => {
-                overlay.unmake();
-                Err(e)
-            }
-        }
+        Ok((PreparedSnapshot { entry: entry.clone(), before, overlay, next: None }, exports))
     }
 
     /// Adds an existing overlay that waits for [`snapshot_onto`](Self::snapshot_onto). An image
@@ -193,5 +287,61 @@ impl Daemon {
         exports.iter().try_for_each(|e| e.check_held())?;
         entry.check_returned()?;
         Ok(exports)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use vshunt_types::spec::Format;
+
+    use super::*;
+    use crate::Options;
+
+    #[test]
+    fn a_disk_returns_if_another_one_cannot_be_switched() {
+        let (daemon, dir) = (Daemon::new(Options { poll_us: 0 }).unwrap(), tempfile::tempdir().unwrap());
+        let mut all: Vec<_> = ["a", "b", "c"]
+            .map(|name| {
+                let base = dir.path().join(name);
+                File::create(&base).unwrap().set_len(1 << 20).unwrap();
+                let (format, file) = (Some(Format::Raw), Some(base));
+                let spec = DiskSpec { name: name.into(), format, file, locking: true, ..DiskSpec::default() };
+                daemon.disk_add(spec).unwrap();
+                let entry = daemon.state().disk(name).unwrap();
+                let overlay = dir.path().join(format!("{name}.qcow2"));
+                let mode = OverlayMode::New;
+                let wish = SnapshotWish { disk: name.into(), overlay, mode };
+                daemon.prepare_snapshot(&entry, &wish).unwrap().0
+            })
+            .into();
+        let image = |name: &str| daemon.state().disk(name).unwrap().spec().file.unwrap();
+        // The overlay of the last one is no image any more.
+        File::create(dir.path().join("c.qcow2")).unwrap();
+        let error = switch(&mut all).unwrap_err().to_string();
+        assert!(error.contains("c.qcow2") && !error.contains("cannot return"), "{error}");
+        for name in ["a", "b", "c"] {
+            assert_eq!(image(name), dir.path().join(name));
+        }
+        all.into_iter().for_each(|snapshot| snapshot.overlay.unmake());
+        assert!(!dir.path().join("a.qcow2").exists());
+        // They are not marked as being below an overlay, and are written.
+        let wish = |name: &str| SnapshotWish {
+            disk: name.into(),
+            overlay: dir.path().join(format!("{name}.again")),
+            mode: OverlayMode::New,
+        };
+        daemon.disks_snapshot(&["b", "a"].map(wish)).unwrap();
+        assert_eq!(image("a"), dir.path().join("a.again"));
+        daemon.disk_remove("a").unwrap();
+        let raw = DiskSpec {
+            name: "again".into(),
+            format: Some(Format::Raw),
+            file: Some(dir.path().join("c")),
+            ..DiskSpec::default()
+        };
+        daemon.disk_remove("c").unwrap();
+        daemon.disk_add(raw).unwrap();
     }
 }

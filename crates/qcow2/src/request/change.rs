@@ -9,7 +9,7 @@ use crate::lock::Locked;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
 
 use crate::alloc::{Reserve, Take};
-use crate::entry::{COMPRESSED, COPIED, Compressed, Entry, OFFSET};
+use crate::entry::{COMPRESSED, COPIED, Compressed, Entry, OFFSET, ZERO};
 use crate::journal::{Journal, Put};
 use crate::served::{Chain, Miss, Served, Source};
 
@@ -19,24 +19,30 @@ pub(super) const HELD_MAX: u64 = 512;
 /// A write to clusters that are unallocated, or that are shared.
 #[derive(Debug)]
 pub(super) struct Change {
-    first: u64,
-    held: u64,
-    olds: Vec<Entry>,
+    pub(super) first: u64,
+    pub(super) held: u64,
+    pub(super) olds: Vec<Entry>,
     /// The offset for the first cluster. `None`: it is not known yet.
     host: Option<u64>,
     /// The clusters that were taken for it, which are returned if it fails.
     taken: Reserve,
     /// The range of the disk that is written, which includes bytes that the guest does not cover.
-    from: u64,
-    to: u64,
+    pub(super) from: u64,
+    pub(super) to: u64,
     /// The guest's part of that range.
-    guest: (u64, u64),
+    pub(super) guest: (u64, u64),
     head_fetched: bool,
-    stage: Stage,
+    /// Whether the range reads as zeroes below, and gets entries that say so.
+    pub(super) zero: bool,
+    pub(super) stage: Stage,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Stage {
+pub(super) enum Stage {
+    /// [`Op::Populate`]: what is below has to be fetched.
+    Below,
+    /// [`Op::Populate`]: it was fetched.
+    Cut,
     /// Clusters have to be taken.
     Take,
     /// It has to be determined whether the bytes around the guest's have to be written.
@@ -47,6 +53,28 @@ enum Stage {
     Written,
     /// The data was written. The entries wait for room in the journal.
     Enter,
+}
+
+impl Change {
+    /// Determines the bytes that are written: whole units, and whole clusters where the old version
+    /// stays.
+    #[expect(clippy::indexing_slicing, reason = "a change has at least one cluster")]
+    pub(super) fn span(&mut self, image: &Served) {
+        let (bits, sub) = (image.cluster_bits, (1u64 << image.sub_bits()) - 1);
+        let end = (self.first + self.held) << bits;
+        self.guest.1 = self.guest.1.min(end);
+        let (first, last) = (self.olds[0], self.olds[self.olds.len() - 1]);
+        self.from = if image.is_kept(first) { self.first << bits } else { self.guest.0 & !sub };
+        self.to = if image.is_kept(last) { end } else { (self.guest.1 + sub) & !sub };
+    }
+
+    /// Adds the clusters that it holds, without the first `keep` ones, to the holes of a data file,
+    /// where it has not written them.
+    pub(super) fn add_holes(&self, image: &Served, keep: u64) {
+        if image.external && self.olds.iter().all(|old| image.host(*old).is_none()) {
+            image.add_holes(std::iter::once((self.first + keep, self.held - keep)));
+        }
+    }
 }
 
 /// Returns whether all of the range reads as zeroes.
@@ -64,6 +92,12 @@ impl Served {
     /// Returns whether the cluster of this entry is not shared.
     pub(super) fn is_own(&self, entry: Entry) -> bool {
         self.host(entry).is_some() && entry.word & COPIED != 0
+    }
+
+    /// Returns whether the old version of a cluster is shared or compressed, and is not written.
+    /// The new version is written completely then.
+    pub(super) fn is_kept(&self, old: Entry) -> bool {
+        old.word & COMPRESSED != 0 || (self.host(old).is_some() && old.word & COPIED == 0)
     }
 
     /// Adds clusters in the data file, which the caller holds and which the map no longer refers
@@ -118,6 +152,14 @@ impl Request {
             };
             return self.step(Pending::Data(n), step);
         }
+        self.begin_change(limit, cx)
+    }
+
+    /// Holds the entries of the clusters from `pos` to `limit`, and begins a change of the first
+    /// ones that are of one kind. Their table may be written.
+    pub(super) fn begin_change(&mut self, mut limit: u64, cx: &mut Context<'_>) -> Next {
+        let (image, pos) = (cx.chain.top(), self.pos);
+        let cluster = image.cluster(pos);
         let count = (image.cluster(limit - 1) - cluster + 1).min(image.map.slice_end(cluster) - cluster);
         let held = match image.map.hold(cluster, count.min(HELD_MAX), cx.waker) {
             None => return Next::Again,
@@ -126,13 +168,24 @@ impl Request {
         };
         let get = |i: u64| image.map.get(cluster + i).expect("held slices stay");
         let first = get(0);
-        if image.in_place_run(first, pos, 1).is_some() {
+        let has_to = match self.op {
+            Op::Populate => match image.run(pos, limit - pos) {
+                Ok((Source::Below, n)) => {
+                    limit = pos + n;
+                    true
+                }
+                _ => false,
+            },
+            _ => image.in_place_run(first, pos, 1).is_none(),
+        };
+        if !has_to {
             // Another request was faster.
             image.map.release(cluster, held, None, None, cx.wake);
             return Next::Again;
         }
         let own = image.is_own(first);
         let keep = if own { 1 } else { 1 + (1..held).take_while(|i| !image.is_own(get(*i))).count() as u64 };
+        let keep = keep.min(image.cluster(limit - 1) - cluster + 1);
         image.map.shorten(cluster, held, keep, cx.wake);
         if image.external && !image.holes.locked().keep(cluster, keep, cx.waker) {
             image.map.release(cluster, keep, None, None, cx.wake);
@@ -152,7 +205,8 @@ impl Request {
             to: 0,
             guest: (pos, limit),
             head_fetched: false,
-            stage: Stage::Take,
+            zero: false,
+            stage: if self.op == Op::Populate { Stage::Below } else { Stage::Take },
         });
         Next::Again
     }
@@ -253,6 +307,8 @@ impl Request {
         let image = cx.chain.top();
         let change = self.change.as_ref().expect("a change is under way");
         match change.stage {
+            Stage::Below => self.fetch_below(image),
+            Stage::Cut => self.cut(image, cx),
             Stage::Take => {
                 let want = change.held;
                 let taken = match change.host {
@@ -277,7 +333,6 @@ impl Request {
     }
 
     /// Records the new offset, and determines the bytes that have to be written.
-    #[expect(clippy::indexing_slicing, reason = "a change has at least one cluster")]
     fn place(&mut self, image: &Served, taken: Option<Reserve>, cx: &mut Context<'_>) {
         let change = self.change.as_mut().expect("a change is under way");
         if let Some(taken) = taken {
@@ -287,17 +342,9 @@ impl Request {
             change.host = Some(taken.start << image.cluster_bits);
             change.taken = taken;
         }
-        let (bits, sub) = (image.cluster_bits, (1u64 << image.sub_bits()) - 1);
-        let end = (change.first + change.held) << bits;
-        change.guest.1 = change.guest.1.min(end);
-        // A cluster with a shared or compressed old version is written completely.
-        let whole = |old: &Entry| {
-            old.word & COMPRESSED != 0 || (image.host(*old).is_some() && old.word & COPIED == 0)
-        };
-        let (first, last) = (change.olds[0], change.olds[change.olds.len() - 1]);
-        change.from = if whole(&first) { change.first << bits } else { change.guest.0 & !sub };
-        change.to = if whole(&last) { end } else { (change.guest.1 + sub) & !sub };
-        change.stage = Stage::Around;
+        change.span(image);
+        // Otherwise all bytes were fetched.
+        change.stage = if self.op == Op::Populate { Stage::Put } else { Stage::Around };
     }
 
     /// Fetches the bytes that the guest does not cover, unless they read as zeroes and the new
@@ -332,6 +379,14 @@ impl Request {
     fn put(&mut self, image: &Served) -> Next {
         let change = self.change.as_mut().expect("a change is under way");
         let (begin, end) = change.guest;
+        if self.op == Op::Populate {
+            change.stage = Stage::Written;
+            let at =
+                change.host.expect("it has its place") + (change.from - (change.first << image.cluster_bits));
+            let range = 0..to_usize(change.to - change.from);
+            let step = Step::Write { file: image.data, offset: at, buf: Buf::Data, range };
+            return self.step(Pending::Change, step);
+        }
         let len = self.data.len();
         let middle = if self.op == Op::Write { 0 } else { to_usize(end - begin) };
         // Either everything around the guest's bytes was fetched, or nothing has to be.
@@ -359,31 +414,39 @@ impl Request {
     pub(super) fn changed(&mut self, cx: &mut Context<'_>) {
         let image = cx.chain.top();
         let mut change = self.change.take().expect("a change is under way");
-        let host = change.host.expect("it has its place");
+        let host = change.host.unwrap_or(0);
+        debug_assert!(change.host.is_some() || change.zero);
         let entry = |(i, old): (usize, &Entry)| {
             let word = (host + ((i as u64) << image.cluster_bits)) | COPIED;
             if !image.extended {
-                return Entry { word, bits: 0 };
+                return Entry { word: if change.zero { ZERO } else { word }, bits: 0 };
             }
             let begin = (change.first + i as u64) << image.cluster_bits;
             let first = (change.from.max(begin) - begin) >> image.sub_bits();
             let last = (change.to.min(begin + image.cluster_size()) - begin) >> image.sub_bits();
             let written = (u64::MAX >> (64 - (last - first))) << first;
+            if change.zero {
+                return Entry { word: old.word, bits: old.bits | (written << 32) };
+            }
             // If a cluster moves, all its subclusters are written.
             Entry { word, bits: (old.bits | written) & !(written << 32) }
         };
         let entries: Vec<Entry> = change.olds.iter().enumerate().map(entry).collect();
         let journal = image.journal.as_ref();
+        if change.zero {
+            // While it holds them. The map never referred to their clusters.
+            change.add_holes(image, 0);
+        }
         let put = image.map.release(change.first, change.held, Some(&entries), journal, cx.wake);
         if !self.entered(put, image) {
             change.stage = Stage::Enter;
             self.change = Some(change);
             return;
         }
-        if !image.is_own(change.olds[0]) {
+        if !change.zero && !image.is_own(change.olds[0]) {
             image.remove_clusters(&change.olds);
         }
-        self.pos = change.guest.1;
+        self.pos = if self.op == Op::Populate { change.to } else { change.guest.1 };
     }
 
     /// Continues after records were put into the journal: a flush makes room, or the image gets a
@@ -400,9 +463,7 @@ impl Request {
     pub(super) fn abandon_change(&mut self, cx: &mut Context<'_>) {
         let Some(change) = self.change.take() else { return };
         let image = cx.chain.top();
-        if image.external && change.olds.iter().all(|old| image.host(*old).is_none()) {
-            image.add_holes(std::iter::once((change.first, change.held)));
-        }
+        change.add_holes(image, 0);
         image.map.release(change.first, change.held, None, None, cx.wake);
         // Something may have been written there.
         let taken = Reserve { zero: false, ..change.taken };

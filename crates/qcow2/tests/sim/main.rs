@@ -307,13 +307,14 @@ impl Sim {
 
     fn start(&mut self, i: usize) {
         let sectors = self.model_len();
-        let op = match self.rng.below(16) {
+        let op = match self.rng.below(17) {
             0..4 => Op::Read,
             4..10 => Op::Write,
             10 => Op::WriteCompressed,
             11 => Op::Zero { unmap: true },
             12 => Op::Zero { unmap: false },
             13 | 14 => Op::Discard,
+            15 => Op::Populate,
             _ => Op::Flush,
         };
         let cluster = (1u64 << self.shape.cluster_bits) / SECTOR as u64;
@@ -346,7 +347,8 @@ impl Sim {
         self.stamp += 1;
         let writes = matches!(op, Op::Write | Op::WriteCompressed);
         let value = if writes { self.stamp } else { 0 };
-        if !matches!(op, Op::Read | Op::Flush) {
+        // The disk reads the same before and after it.
+        if !matches!(op, Op::Read | Op::Flush | Op::Populate) {
             (first..first + len).for_each(|s| self.model.start(s as usize, value, begin, op == Op::Discard));
         }
         let slot = &mut self.slots[i];
@@ -428,6 +430,7 @@ impl Sim {
             eprintln!("{now}: slot {i} is over");
         }
         match slot.op {
+            Op::Populate => {}
             Op::Flush | Op::Read if res != 0 => {}
             Op::Flush => self.model.flushed(slot.begin, now),
             Op::Read => {

@@ -14,6 +14,10 @@ pub enum JobKind {
     Backup,
     /// Copies an overlay into the image below it.
     Commit,
+    /// Copies to an overlay what is below it, until it needs nothing there.
+    Stream,
+    /// Copies a disk to another place while it is written, until the disk continues there.
+    Mirror,
 }
 
 /// The state of a job, with QEMU's names.
@@ -24,6 +28,8 @@ pub enum JobStatus {
     Running,
     /// It copies nothing ahead until it is resumed.
     Paused,
+    /// All is copied, and what guests write is copied too, until a command ends the job.
+    Ready,
     /// It was cancelled or has failed, and cleans up.
     Aborting,
     /// Everything is copied, and is being made stable.
@@ -76,6 +82,84 @@ pub struct BackupSpec {
     /// Absent: guests keep most of their speed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub speed: Option<u64>,
+    /// Whether it ends by itself, without `job-finalize`. Absent: true.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub auto_finalize: Option<bool>,
+}
+
+/// A commit of the overlay of a disk to the image below it, or a stream: the overlay gets what is
+/// below it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct OverlayJobSpec {
+    /// The name of the disk.
+    pub disk: String,
+    /// The name of the job. Absent: `commit0` or `stream0`, and so on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<String>,
+    /// The speed limit in bytes per second. 0: no limit. Absent: guests keep most of their speed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub speed: Option<u64>,
+    /// Whether it ends by itself, without `job-finalize`. Absent: true.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub auto_finalize: Option<bool>,
+}
+
+/// How a mirror copies what guests write.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CopyMode {
+    /// In rounds, while guests go on.
+    #[default]
+    Background,
+    /// At once: a write is complete only when the target has it.
+    WriteBlocking,
+}
+
+/// A mirror to be made.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct MirrorSpec {
+    /// The name of the disk.
+    pub disk: String,
+    /// The name of the job. Absent: `mirror0`, `mirror1` and so on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<String>,
+    /// The file that is made. Exclusive with `target`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<PathBuf>,
+    /// The disk of the daemon that is copied to. It has the same size and no export. When the job
+    /// completes, it is removed: the first disk has its image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub target: Option<String>,
+    /// The format of the file: `qcow2` or `raw`. Absent: `qcow2`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<Format>,
+    /// Whether an existing file is replaced, at once.
+    #[serde(default)]
+    pub overwrite: bool,
+    /// With `target`: the dirty bitmap that the job restarts, which is made if it is missing. If
+    /// the job fails, it says what the target lacks. If the job completes, it records later writes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bitmap: Option<String>,
+    /// With `target`: the dirty bitmap that says which blocks the target lacks; only these are
+    /// copied. It is used as `bitmap` is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub incremental: Option<String>,
+    /// How it copies what guests write once it has copied the disk. Absent: `background`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copy_mode: Option<CopyMode>,
+    /// The speed limit in bytes per second. 0: no limit. Absent: guests keep most of their speed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub speed: Option<u64>,
+    /// Whether it ends by itself, without `job-finalize`. Absent: true.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub auto_finalize: Option<bool>,
+}
+
+/// The default of members that older daemons do not tell.
+fn yes() -> bool {
+    true
 }
 
 /// A job in its present state.
@@ -108,9 +192,20 @@ pub struct JobInfo {
     /// Bytes in the fleecing file now. Absent if there is none, or the job is over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fleece_bytes: Option<u64>,
-    /// Why it failed.
+    /// Why it failed. Of a mirror that is ready: why the latest command to complete it was not
+    /// carried out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// How a mirror copies what guests write now. It becomes `background` if the target takes
+    /// nothing for 15 s.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copy_mode: Option<CopyMode>,
+    /// Whether it ends by itself. If not, it is `pending` until `job-finalize`.
+    #[serde(default = "yes")]
+    pub auto_finalize: bool,
+    /// Whether it leaves the list when it has ended.
+    #[serde(default)]
+    pub auto_dismiss: bool,
     /// Whether it was cancelled.
     #[serde(default)]
     pub cancelled: bool,

@@ -152,7 +152,14 @@ pub(crate) enum Command {
     /// Copy the overlay of a disk into the image below, where the disk continues; prints the name
     /// of the job
     #[command(after_long_help = jobs::COMMIT_AFTER)]
-    Commit(jobs::CommitArgs),
+    Commit(jobs::OverlayJobArgs),
+    /// Copy to the overlay of a disk what is below it, until it needs nothing there; prints the
+    /// name of the job
+    #[command(after_long_help = jobs::STREAM_AFTER)]
+    Stream(jobs::OverlayJobArgs),
+    /// Copy a disk in use to another place, where it then continues; prints the name of the job
+    #[command(after_long_help = jobs::MIRROR_AFTER)]
+    Mirror(jobs::MirrorArgs),
     /// End the daemon; returns when everything is released
     ///
     /// It refuses while front ends (VMMs) are connected or mounted files are open, and names them.

@@ -1,11 +1,14 @@
 //! Jobs and dirty bitmaps on the command line.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use vshunt_types::spec::{BackupSpec, BitmapInfo, BitmapSpec, DiskInfo, Format, JobInfo, JobStatus};
+use vshunt_types::spec::{
+    BackupSpec, BitmapInfo, BitmapSpec, DiskInfo, Format, JobInfo, JobStatus, MirrorSpec, OverlayJobSpec,
+};
 
-use super::args::jobs::{BackupArgs, BackupCommand, BitmapCommand, CommitArgs, JobCommand, Speed};
+use super::args::jobs::{BackupArgs, BackupCommand, BitmapCommand, JobCommand, MirrorArgs, OverlayJobArgs};
 use super::call::{absolute, call, list, send, to_value};
 use super::client::Client;
 use super::passing::{self, Wanted};
@@ -17,12 +20,49 @@ use crate::outcome::{Failure, Outcome, one_line, print, print_line};
 const JOB_QUERY_INTERVAL: Duration = Duration::from_millis(100);
 
 pub(crate) fn backup(client: &mut Client, command: BackupCommand, quiet: bool) -> Outcome {
-    let BackupCommand::Start(args) = command;
+    let BackupCommand::Start(mut args) = command;
     let wait = args.wait;
-    let spec = spec(*args)?;
-    let value = to_value(&spec)?;
+    let others = std::mem::take(&mut args.others);
+    let first = spec(*args)?;
+    let mut specs = vec![first];
+    for (disk, file) in others {
+        specs.push(BackupSpec { disk, to: absolute(Some(file))?, ..specs[0].clone() });
+    }
+    let wanted = specs.iter().flat_map(files).collect();
+    let (command, arguments) = match &*specs {
+        [one] => ("backup-start", to_value(one)?),
+        all => {
+            let action = |spec| Ok(json!({ "type": "backup-start", "data": to_value(spec)? }));
+            ("transaction", json!({ "actions": all.iter().map(action).collect::<Outcome<Vec<_>>>()? }))
+        }
+    };
     let started: Value =
-        passing::with(client, |_| Ok(files(&spec)), &[], |client| call(client, "backup-start", value))?;
+        passing::with(client, |_| Ok(wanted), &[], |client| call(client, command, arguments))?;
+    let ids: Vec<_> = match &started["jobs"] {
+        Value::Array(ids) => ids.iter().filter_map(Value::as_str).collect(),
+        _ => started["job"].as_str().into_iter().collect(),
+    };
+    match wait {
+        true => {
+            let results: Vec<_> = ids.iter().map(|id| wait_and_dismiss(client, id, quiet)).collect();
+            results.into_iter().collect()
+        }
+        false => ids.into_iter().try_for_each(print_line),
+    }
+}
+
+/// Starts a job on the overlay of a disk, with that command: a commit or a stream.
+pub(crate) fn overlay_job(client: &mut Client, command: &str, args: OverlayJobArgs, quiet: bool) -> Outcome {
+    let OverlayJobArgs { disk, flags, wait } = args;
+    let (speed, auto_finalize) = (flags.limit(), flags.auto_finalize());
+    let spec = OverlayJobSpec { disk, job: flags.job, speed, auto_finalize };
+    let value = to_value(&spec)?;
+    let started: Value = passing::with(
+        client,
+        |client| passing::of_disk(client, &spec.disk),
+        &[],
+        |client| call(client, command, value),
+    )?;
     let id = started["job"].as_str().unwrap_or_default().to_owned();
     match wait {
         true => wait_and_dismiss(client, &id, quiet),
@@ -30,30 +70,59 @@ pub(crate) fn backup(client: &mut Client, command: BackupCommand, quiet: bool) -
     }
 }
 
-pub(crate) fn commit(client: &mut Client, args: CommitArgs, quiet: bool) -> Outcome {
-    let speed = args.speed.and_then(Speed::limit);
-    let arguments = json!({ "disk": args.disk, "job": args.job, "speed": speed });
-    let started: Value = passing::with(
-        client,
-        |client| passing::of_disk(client, &args.disk),
-        &[],
-        |client| call(client, "commit-start", arguments),
-    )?;
+pub(crate) fn mirror(client: &mut Client, args: MirrorArgs, quiet: bool) -> Outcome {
+    let (wait, switch) = (args.wait || args.switch, args.switch);
+    let spec = MirrorSpec {
+        speed: args.flags.limit(),
+        auto_finalize: args.flags.auto_finalize(),
+        disk: args.disk,
+        job: args.flags.job,
+        to: absolute(args.to)?,
+        target: args.target,
+        format: args.format,
+        overwrite: args.overwrite,
+        bitmap: args.bitmap,
+        incremental: args.incremental,
+        copy_mode: args.copy_mode,
+    };
+    let files = spec.to.iter().flat_map(|to| target_file(to)).collect();
+    // The disk may have to open the file again when it has it.
+    let made: Vec<Wanted> = spec.to.iter().flat_map(|to| Wanted::file(to, true)).collect();
+    let value = to_value(&spec)?;
+    let started: Value =
+        passing::with(client, |_| Ok(files), &made, |client| call(client, "mirror-start", value))?;
     let id = started["job"].as_str().unwrap_or_default().to_owned();
-    match args.wait {
-        true => wait_and_dismiss(client, &id, quiet),
-        false => print_line(&id),
+    if !wait {
+        return print_line(&id);
+    }
+    wait_for(client, &id, Some(0), quiet)?;
+    if !switch {
+        return Ok(());
+    }
+    complete(client, &id, true, args.hold)?;
+    // Another client may have dismissed it, or the daemon has ended.
+    let _ = send(client, "job-dismiss", json!({ "id": id }));
+    match quiet {
+        true => Ok(()),
+        false => print(&format!("{} continues in the target\n", one_line(&spec.disk))),
+    }
+}
+
+/// Returns the files that the daemon needs for a file that a job makes: the folder, or a device.
+fn target_file(to: &Path) -> Vec<Wanted> {
+    if passing::is_served_by_vshunt(to) {
+        return Vec::new();
+    }
+    match std::fs::metadata(to) {
+        Ok(meta) if !meta.is_file() => Wanted::file(to, true),
+        _ => Wanted::folder_of(to),
     }
 }
 
 /// Returns the files that the daemon needs for a backup. A target file is made or replaced in its
 /// folder; a target device is written.
 fn files(spec: &BackupSpec) -> Vec<Wanted> {
-    let to = spec.to.iter().filter(|to| !passing::is_served_by_vshunt(to));
-    let to = to.flat_map(|to| match std::fs::metadata(to) {
-        Ok(meta) if !meta.is_file() => Wanted::file(to, true),
-        _ => Wanted::folder_of(to),
-    });
+    let to = spec.to.iter().flat_map(|to| target_file(to));
     let backing = spec.backing.iter().flat_map(|file| Wanted::image(file, Format::Qcow2, false, false));
     let fleece = spec.fleece.iter().flat_map(|file| Wanted::folder_of(file));
     to.chain(backing).chain(fleece).collect()
@@ -69,8 +138,10 @@ fn spec(args: BackupArgs) -> Outcome<BackupSpec> {
     }
     let format = args.to.is_some().then(|| args.format.unwrap_or(Format::Qcow2));
     Ok(BackupSpec {
+        speed: args.flags.limit(),
+        auto_finalize: args.flags.auto_finalize(),
         disk: args.disk,
-        job: args.job,
+        job: args.flags.job,
         to: absolute(args.to)?,
         target: args.target,
         format: format.or(args.format),
@@ -80,7 +151,6 @@ fn spec(args: BackupArgs) -> Outcome<BackupSpec> {
         incremental: args.incremental,
         backing: absolute(args.backing)?,
         fleece: absolute(args.fleece)?,
-        speed: args.speed.and_then(Speed::limit),
     })
 }
 
@@ -95,6 +165,14 @@ pub(crate) fn job(client: &mut Client, command: JobCommand, quiet: bool) -> Outc
                 std::thread::sleep(JOB_QUERY_INTERVAL);
             }
             Ok(())
+        }
+        JobCommand::Complete { job, no_switch, hold } => match complete(client, &job, !no_switch, hold)? {
+            End::Pending if !quiet => print(&finalize(&one_line(&job))),
+            _ => Ok(()),
+        },
+        JobCommand::Finalize { job } => {
+            send(client, "job-finalize", json!({ "id": job }))?;
+            wait_for_result(client, &job, false).map(|_| ())
         }
         JobCommand::Pause { job } => send(client, "job-pause", json!({ "id": job })),
         JobCommand::Resume { job } => send(client, "job-resume", json!({ "id": job })),
@@ -112,21 +190,67 @@ pub(crate) fn job(client: &mut Client, command: JobCommand, quiet: bool) -> Outc
     }
 }
 
+/// How a job that was told to end is now.
+enum End {
+    Over,
+    /// It waits to be finalized.
+    Pending,
+}
+
+/// Completes a job, and waits until it has ended or is pending.
+fn complete(client: &mut Client, id: &str, switch: bool, hold: Option<Duration>) -> Outcome<End> {
+    let mut arguments = json!({ "id": id });
+    if !switch {
+        arguments["switch"] = false.into();
+    }
+    if let Some(hold) = hold {
+        arguments["hold-ms"] = u64::try_from(hold.as_millis()).unwrap_or(u64::MAX).into();
+    }
+    send(client, "job-complete", arguments)?;
+    wait_for_result(client, id, true)
+}
+
+/// Waits until a job that was told to end has ended, or to complete (`completes`) and waits to be
+/// finalized. Fails with its error, also if a mirror stays
+/// ready. A job that is gone was dismissed by itself.
+fn wait_for_result(client: &mut Client, id: &str, completes: bool) -> Outcome<End> {
+    loop {
+        match jobs(client)?.into_iter().find(|job| job.id == id) {
+            None => return Ok(End::Over),
+            Some(JobInfo { status: JobStatus::Concluded, error, cancelled, .. }) => {
+                return match error {
+                    Some(why) => Err(Failure::Failed(format!("job {id} failed: {why}"))),
+                    None if cancelled => Err(Failure::Failed(format!("job {id} was cancelled"))),
+                    None => Ok(End::Over),
+                };
+            }
+            Some(JobInfo { status: JobStatus::Pending, auto_finalize: false, .. }) if completes => {
+                return Ok(End::Pending);
+            }
+            Some(JobInfo { status: JobStatus::Ready, error: Some(why), .. }) => {
+                return Err(Failure::Failed(format!("job {id} stays ready: {why}")));
+            }
+            Some(_) => std::thread::sleep(JOB_QUERY_INTERVAL),
+        }
+    }
+}
+
 fn jobs(client: &mut Client) -> Outcome<Vec<JobInfo>> {
     call(client, "query-jobs", json!({}))
 }
 
-/// Waits until a job has ended, and dismisses it, because the user has seen its result.
+/// Waits until a job has ended, and dismisses it, because the user has seen its result. Or until it
+/// waits to be finalized.
 fn wait_and_dismiss(client: &mut Client, id: &str, quiet: bool) -> Outcome {
     let result = wait_for(client, id, Some(0), quiet);
-    // Another client may have dismissed it, or the daemon has ended.
+    // It may have to be finalized, another client may have dismissed it, or the daemon has ended.
     let _ = send(client, "job-dismiss", json!({ "id": id }));
     result
 }
 
-/// Waits until a job has ended. Prints what was copied during the wait, and the rate. `before`: the
-/// bytes that were done when the wait began, if that is known. Fails with the job's error if the
-/// job failed.
+/// Waits until a job has ended, or a mirror is ready. Prints what was copied during the wait, and
+/// the rate. `before`: the bytes that were done when the wait began, if that is known. Fails with
+/// the job's error if the job failed.
 fn wait_for(client: &mut Client, id: &str, mut before: Option<u64>, quiet: bool) -> Outcome {
     let (mut bar, start) = (Bar::bytes(id, quiet, false), Instant::now());
     loop {
@@ -136,6 +260,20 @@ fn wait_for(client: &mut Client, id: &str, mut before: Option<u64>, quiet: bool)
         };
         let before = *before.get_or_insert(job.done_bytes);
         bar.set(job.done_bytes, job.total_bytes.max(1));
+        if job.status == JobStatus::Ready {
+            drop(bar);
+            return match quiet {
+                true => Ok(()),
+                false => print(&ready(&one_line(id), before, job.done_bytes, start.elapsed())),
+            };
+        }
+        if job.status == JobStatus::Pending && !job.auto_finalize {
+            drop(bar);
+            return match quiet {
+                true => Ok(()),
+                false => print(&pending(&one_line(id), before, job.done_bytes, start.elapsed())),
+            };
+        }
         if job.status == JobStatus::Concluded {
             drop(bar);
             return match (&job.error, job.cancelled) {
@@ -147,6 +285,24 @@ fn wait_for(client: &mut Client, id: &str, mut before: Option<u64>, quiet: bool)
         }
         std::thread::sleep(JOB_QUERY_INTERVAL);
     }
+}
+
+/// Returns the line for a mirror that is ready.
+fn ready(id: &str, before: u64, done: u64, waited: Duration) -> String {
+    let copied = done.saturating_sub(before);
+    let text = summary(&format!("{id} is ready:"), copied, waited);
+    format!("{}; 'vshunt job complete {id}' switches its disk\n", text.trim_end())
+}
+
+/// Returns the line for a job that waits to be finalized.
+fn pending(id: &str, before: u64, done: u64, waited: Duration) -> String {
+    let text = summary(&format!("{id} is pending:"), done.saturating_sub(before), waited);
+    format!("{}; 'vshunt job finalize {id}' ends it\n", text.trim_end())
+}
+
+/// Returns the line for a mirror that is completed and waits to be finalized.
+fn finalize(id: &str) -> String {
+    format!("{id} is pending; 'vshunt job finalize {id}' ends it\n")
 }
 
 /// Returns the line for a job that is done. `before`: the bytes that were done when the wait began.

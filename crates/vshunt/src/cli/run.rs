@@ -56,7 +56,9 @@ pub(super) fn run(cli: Cli) -> Outcome {
         Command::Job(command) => jobs::job(&mut connect()?, command, cli.log.quiet),
         Command::Bitmap(command) => jobs::bitmap(&mut connect()?, command),
         Command::Resize { disk, size, shrink } => resize(&mut connect()?, &disk, size, shrink),
-        Command::Commit(args) => jobs::commit(&mut connect()?, args, cli.log.quiet),
+        Command::Commit(args) => jobs::overlay_job(&mut connect()?, "commit-start", args, cli.log.quiet),
+        Command::Stream(args) => jobs::overlay_job(&mut connect()?, "stream-start", args, cli.log.quiet),
+        Command::Mirror(args) => jobs::mirror(&mut connect()?, args, cli.log.quiet),
         Command::Snapshot(args) => snapshot::run(&mut connect()?, args, cli.log.quiet),
         Command::Quit { force } => quit::run(connect()?, force),
         Command::Qmp { command, arguments } => {

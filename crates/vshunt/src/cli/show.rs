@@ -348,10 +348,13 @@ pub(crate) fn jobs(jobs: &[JobInfo]) -> String {
             let kind = match j.kind {
                 JobKind::Backup => "backup",
                 JobKind::Commit => "commit",
+                JobKind::Mirror => "mirror",
+                JobKind::Stream => "stream",
             };
             let status = match j.status {
                 JobStatus::Running => "running",
                 JobStatus::Paused => "paused",
+                JobStatus::Ready => "ready",
                 JobStatus::Aborting => "aborting",
                 JobStatus::Pending => "pending",
                 JobStatus::Concluded if j.cancelled => "cancelled",

@@ -26,8 +26,14 @@ const PREFIX: &str = "vshunt";
 const QUEUE_STATES: [&str; 3] = ["stopped", "running", "broken"];
 
 /// The states of a job.
-const JOB_STATUSES: [JobStatus; 5] =
-    [JobStatus::Running, JobStatus::Paused, JobStatus::Aborting, JobStatus::Pending, JobStatus::Concluded];
+const JOB_STATUSES: [JobStatus; 6] = [
+    JobStatus::Running,
+    JobStatus::Paused,
+    JobStatus::Ready,
+    JobStatus::Aborting,
+    JobStatus::Pending,
+    JobStatus::Concluded,
+];
 
 /// The lists that `status` shows.
 #[derive(Debug, Default)]

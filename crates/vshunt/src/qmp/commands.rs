@@ -17,6 +17,7 @@ mod qemu;
 mod snapshot;
 mod table;
 mod throttle;
+mod transaction;
 
 use std::os::fd::OwnedFd;
 

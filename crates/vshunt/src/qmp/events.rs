@@ -33,6 +33,8 @@ fn name_and_data(event: &Event) -> (&'static str, Value) {
         Event::WorkerNew { id } => ("WORKER_CREATED", json!({ "id": id })),
         Event::WorkerFreed { id } => ("WORKER_FREED", json!({ "id": id })),
         Event::JobStatus { id, status } => ("JOB_STATUS_CHANGE", json!({ "id": id, "status": status })),
+        Event::JobReady(job) => ("BLOCK_JOB_READY", with_error(job)),
+        Event::JobPending(job) => ("BLOCK_JOB_PENDING", json!({ "type": job.kind, "id": job.id })),
         Event::JobEnded(job) => job_ended(job),
         Event::DiskResized { name, size_bytes } => {
             ("DISK_RESIZED", json!({ "name": name, "size-bytes": size_bytes }))
@@ -42,17 +44,25 @@ fn name_and_data(event: &Event) -> (&'static str, Value) {
 
 /// Returns QEMU's event for the end of a job, with its members. A cancelled job has not failed.
 fn job_ended(job: &JobInfo) -> (&'static str, Value) {
-    let mut data = json!({
+    (if job.cancelled { "BLOCK_JOB_CANCELLED" } else { "BLOCK_JOB_COMPLETED" }, with_error(job))
+}
+
+fn with_error(job: &JobInfo) -> Value {
+    let mut data = of_job(job);
+    if let Some(why) = &job.error {
+        data["error"] = why.clone().into();
+    }
+    data
+}
+
+fn of_job(job: &JobInfo) -> Value {
+    json!({
         "type": job.kind,
         "device": job.id,
         "len": job.total_bytes,
         "offset": job.done_bytes,
         "speed": job.speed.unwrap_or(0),
-    });
-    if let Some(why) = &job.error {
-        data["error"] = why.clone().into();
-    }
-    (if job.cancelled { "BLOCK_JOB_CANCELLED" } else { "BLOCK_JOB_COMPLETED" }, data)
+    })
 }
 
 /// Returns the line for an event of the daemon, and logs it.
@@ -104,6 +114,17 @@ pub(crate) const EVENTS: &[Described] = &[
         &["type", "device", "len", "offset", "speed", "error"],
         "A job has ended (QEMU). `error`: why it failed; absent if it did not.",
     ),
+    described(
+        "BLOCK_JOB_PENDING",
+        &["type", "id"],
+        "A job has copied all, and waits for `job-finalize` (QEMU).",
+    ),
+    described(
+        "BLOCK_JOB_READY",
+        &["type", "device", "len", "offset", "speed", "error"],
+        "A mirror has copied all, and can be completed (QEMU). With `error`: it was not completed, for this reason, and stays \
+         ready.",
+    ),
     described("DISK_RESIZED", &["name", "size-bytes"], "A disk has a new size."),
     described(
         "EXPORT_CONNECTED",
@@ -148,13 +169,14 @@ mod tests {
 
     #[test]
     fn the_table_has_each_event() {
-        let job = |cancelled, error| {
-            serde_json::from_value::<JobInfo>(json!({
+        let info = |cancelled: bool, error: &str| {
+            json!({
                 "id": "j", "type": "backup", "disk": "d", "target": "t", "status": "concluded", "current-progress": 1,
                 "total-progress": 2, "cancelled": cancelled, "error": error,
-            }))
-            .map(Event::JobEnded)
+            })
         };
+        let job =
+            |cancelled, error| serde_json::from_value::<JobInfo>(info(cancelled, error)).map(Event::JobEnded);
         let name = || "e".to_owned();
         let events = [
             Event::ExportConnected { name: name() },
@@ -183,6 +205,8 @@ mod tests {
             Event::WorkerNew { id: 1 },
             Event::WorkerFreed { id: 1 },
             Event::JobStatus { id: name(), status: vshunt_types::spec::JobStatus::Running },
+            Event::JobPending(serde_json::from_value(info(false, "x")).unwrap()),
+            Event::JobReady(serde_json::from_value(info(false, "x")).unwrap()),
             job(true, "x").unwrap(),
             job(false, "x").unwrap(),
             Event::DiskResized { name: name(), size_bytes: 1 },

@@ -1,275 +1,286 @@
-//! The file that a backup is written to. Its name is NAME.part until it is complete, so that a file
-//! called NAME is always a complete backup. A file that is replaced keeps its name until then.
+//! The target of a job: a file that is made for it, or a disk of the daemon.
 
-use std::ffi::CString;
-use std::fs::{File, OpenOptions};
-use std::io;
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::Arc;
 
-use vshunt_block::{PathFd, check_overlay_marks, lock_image, open_image, own_mounts};
+use vshunt_block::{Disk, NewImage};
 use vshunt_types::error::{Error, Result};
+use vshunt_types::spec::{DiskSpec, Format};
 
-/// A file that is made for a backup. Other processes may remove or replace it.
-pub(super) struct TargetFile {
-    /// The final path.
-    path: PathBuf,
-    /// The path that is written to. It is the final path if that cannot be replaced by a rename: a
-    /// device, or a file that something is mounted over.
-    part: PathBuf,
-    /// Kept open, so that its inode number is not used for another file.
-    file: File,
-    /// The file that is replaced, locked.
-    old: Option<File>,
-    /// Whether the file at `part` is new.
-    new: bool,
+use super::target_file::TargetFile;
+use crate::daemon::Daemon;
+use crate::disk_entry::DiskEntry;
+
+/// The target that a job asks for: a file, or a disk.
+pub(super) struct Wanted<'a> {
+    /// The path of the file.
+    pub(super) to: Option<&'a Path>,
+    /// The name of the disk.
+    pub(super) disk: Option<&'a str>,
+    /// The format of the file.
+    pub(super) format: Format,
+    /// Whether an existing file is replaced.
+    pub(super) overwrite: bool,
+    /// The backing image of the file.
+    pub(super) backing: Option<&'a Path>,
+    /// Whether the file stays open when it is complete, because the source continues in it.
+    pub(super) stays_open: bool,
 }
 
-impl TargetFile {
-    /// Chooses the file, and makes an empty one if there is none. An existing file is not changed.
-    ///
-    /// # Errors
-    /// `Exists` if a file has the final name and may not be replaced, or a file has the temporary
-    /// name; `Busy` if the file that is replaced is in use. No file is left behind.
-    pub(super) fn create(path: &Path, overwrite: bool) -> Result<Self> {
-        let shown = path.display();
-        let cannot = |e| Error::io(format_args!("cannot replace {shown}"), e);
-        own_mounts::check(path)?;
-        let (path, old) = match path.symlink_metadata() {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => (path.to_owned(), None),
-            Err(e) => return Err(Error::io(format_args!("cannot make {shown}"), e)),
-            Ok(_) if !overwrite => {
-                return Err(Error::exists(format!(
-                    "{shown} is there already; choose another name, or say that it may be replaced (--overwrite)"
+/// An open target.
+pub(super) struct Target {
+    pub(super) disk: Arc<Disk>,
+    /// The description of a disk that is made of the target.
+    pub(super) spec: DiskSpec,
+    /// The file that was made for the job.
+    new_file: Option<Arc<TargetFile>>,
+    /// The disk of the daemon that is the target.
+    pub(super) entry: Option<Arc<DiskEntry>>,
+    /// Whether the target reads as zeroes.
+    pub(super) fresh: bool,
+}
+
+impl Daemon {
+    /// Opens the target, which is made first if the request says so.
+    pub(super) fn open_target(
+        &self,
+        wanted: &Wanted<'_>,
+        id: &str,
+        source: &Arc<DiskEntry>,
+    ) -> Result<Target> {
+        if let Some(name) = wanted.disk {
+            let entry = self.state().disk(name)?;
+            if Arc::ptr_eq(&entry, source) {
+                return Err(Error::invalid(format!("disk {name} cannot be its own target")));
+            }
+            // Nobody is in the middle of a change of it.
+            let Some(op) = entry.try_op_lock() else {
+                return Err(Error::busy(format!(
+                    "disk {name} is being changed; try again when that is over"
                 )));
+            };
+            {
+                // The disk is removed under this lock.
+                let state = self.state();
+                state.exports_of(&entry)?;
+                entry.watched.claim_target(name, id)?;
             }
-            Ok(_) => {
-                let path = path.canonicalize().map_err(cannot)?;
-                let old = open_image(&path, true).map_err(cannot)?;
-                let meta = old.metadata().map_err(cannot)?;
-                let folder = folder_of(&path).metadata().map_err(cannot)?;
-                check_overlay_marks(&path, false)?;
-                if !meta.is_file() || meta.dev() != folder.dev() {
-                    return Ok(Self { part: path.clone(), path, file: old, old: None, new: false });
-                }
-                lock_image(&old, &path, false)?;
-                (path, Some(old))
+            if let Err(e) = self.check_target(&entry, source) {
+                entry.watched.release();
+                return Err(e);
             }
-        };
-        let mut part = path.clone().into_os_string();
-        part.push(".part");
-        let part = PathBuf::from(part);
-        // It gets the permissions of the file that it replaces before it has any data.
-        let like = old.as_ref().map(File::metadata).transpose().map_err(cannot)?;
-        let mode = like.as_ref().map_or(0o666, |_| 0o600);
-        let mut create = OpenOptions::new();
-        create.read(true).write(true).create_new(true).mode(mode);
-        let (file, new) = match create.open(&part) {
-            Ok(file) => (file, true),
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(Error::io(format_args!("cannot make {}", part.display()), e));
-            }
-            Err(_) if !overwrite => {
-                return Err(Error::exists(format!(
-                    "{0} is there: a backup to {1} that is being made, or was when its daemon was killed; then remove {0}, \
-                     or say that it may be replaced (--overwrite)",
-                    part.display(),
-                    path.display()
-                )));
-            }
-            Err(_) => {
-                let cannot = |e| Error::io(format_args!("cannot replace {}", part.display()), e);
-                let seen = PathFd::open_no_follow(&part).map_err(cannot)?;
-                if !seen.check(&part).is_ok_and(|meta| meta.is_file()) {
-                    return Err(Error::invalid(format!("{} is no file; remove it", part.display())));
-                }
-                let file = seen.reopen(true, 0).map_err(cannot)?;
-                check_overlay_marks(&part, false)?;
-                (file, false)
-            }
-        };
-        let made = Self { path, part, file, old, new };
-        if let Some(like) = like {
-            // A process that may not change the owner keeps the file.
-            let _ = fchown(&made.file, Some(like.uid()), Some(like.gid()));
-            made.file.set_permissions(like.permissions()).map_err(|e| {
-                made.remove();
-                cannot(e)
-            })?;
+            let (disk, spec) = (entry.disk.clone(), entry.spec());
+            drop(op);
+            return Ok(Target { disk, spec, new_file: None, entry: Some(entry), fresh: false });
         }
-        Ok(made)
+        let path = wanted.to.expect("checked: one of the two");
+        let below_path = wanted.backing.map(backing).transpose()?;
+        let fresh = below_path.is_none();
+        let backing = below_path.as_ref().map(|(name, format)| (beside(path, name), *format));
+        // Kept open, so that the new file cannot replace one of the locked images.
+        let _below = below_path.as_ref().map(|(name, format)| below(path, name, *format)).transpose()?;
+        check_other(source, path)?;
+        let settings = match wanted.stays_open {
+            true => continued(&source.spec()),
+            false => DiskSpec { locking: true, ..DiskSpec::default() },
+        };
+        let disk_of = |path: &Path| DiskSpec {
+            name: format!("the target of job {id}"),
+            format: Some(wanted.format),
+            file: Some(path.to_owned()),
+            ..settings.clone()
+        };
+        if !wanted.stays_open {
+            self.check_image(&disk_of(path))?;
+        }
+        self.check_no_disk(path)?;
+        let new_file = match wanted.stays_open {
+            true => {
+                let like = source.disk.file_metadata();
+                let raw = (wanted.format == Format::Raw).then_some(source.disk.size_bytes());
+                TargetFile::create_in_place(path, wanted.overwrite, raw, &source.spec(), like.as_ref())?
+            }
+            false => TargetFile::create(path, wanted.overwrite)?,
+        };
+        let spec_path = new_file.part().to_owned();
+        let spec = disk_of(&spec_path);
+        if let Err(e) = check_other(source, new_file.part()).and_then(|()| self.check_image(&spec)) {
+            new_file.remove();
+            return Err(e);
+        }
+        let size = source.disk.size_bytes();
+        let image = NewImage { path: new_file.part(), format: wanted.format, size, backing, overwrite: true };
+        if let Err(e) = image.make() {
+            // The existing file may be in use by another process.
+            new_file.remove();
+            return Err(e);
+        }
+        let new_file = if wanted.stays_open { new_file } else { new_file.take() };
+        // Of another file that has the name by now, nothing is known.
+        let opened = Disk::open_unchecked(&spec).and_then(|disk| match new_file.is_image_of(&disk) {
+            true => Ok(disk),
+            false => Err(Error::invalid(format!("{} was replaced while it was made", spec_path.display()))),
+        });
+        match opened {
+            Ok(disk) => {
+                // A device has old data.
+                let fresh = fresh && (wanted.format == Format::Qcow2 || new_file.is_regular());
+                let new_file = Some(Arc::new(new_file));
+                Ok(Target { disk, spec, new_file, entry: None, fresh })
+            }
+            Err(e) => {
+                new_file.remove();
+                Err(e)
+            }
+        }
     }
 
-    /// Returns the path for making the image and writing to it.
-    pub(super) fn part(&self) -> &Path {
-        &self.part
-    }
-
-    /// Marks the file as new: the old contents were discarded.
-    pub(super) fn take(self) -> Self {
-        Self { new: self.part != self.path, ..self }
-    }
-
-    /// Checks that the path still names this file.
-    fn check(&self) -> Result<()> {
-        match (id_of(&self.file), self.part.symlink_metadata()) {
-            (Ok(ours), Ok(there)) if ours == (there.dev(), there.ino()) => Ok(()),
-            _ => Err(Error::invalid(format!(
-                "{} was removed or replaced while it was written; start the backup again",
-                self.part.display()
+    /// Checks that no disk of the daemon has a file that a job would replace. Its lock does not
+    /// tell if that disk has none.
+    fn check_no_disk(&self, path: &Path) -> Result<()> {
+        let disks: Vec<_> = self.state().disks.values().cloned().collect();
+        match disks.iter().find(|entry| entry.disk.has_file(path)) {
+            Some(entry) => Err(Error::busy(format!(
+                "{} is of disk {} of this daemon; choose another name, or remove that disk first",
+                path.display(),
+                entry.name
             ))),
+            None => Ok(()),
         }
     }
 
-    /// Makes the complete file stable, and gives it its final name. Called after it was closed.
-    ///
-    /// # Errors
-    /// `Invalid` if the file does not exist any more, `Exists` if another file got the final name
-    /// meanwhile; errors of the system. A complete file is kept, and the error says under which
-    /// name.
-    pub(super) fn put(&self) -> Result<()> {
-        let Self { path, part, .. } = self;
-        let (shown, now) = (path.display(), part.display());
-        self.check()?;
-        if let Err(e) = self.file.sync_all() {
-            self.remove();
-            return Err(Error::io(format_args!("cannot make {now} stable"), e));
+    /// Checks that a disk of the daemon can be the target.
+    fn check_target(&self, entry: &Arc<DiskEntry>, source: &DiskEntry) -> Result<()> {
+        let (name, size) = (&entry.name, source.disk.size_bytes());
+        if let Some(export) = self.state().users(name).first() {
+            return Err(Error::busy(format!(
+                "disk {name} is in use by export {export}; remove that, or choose another target"
+            )));
         }
-        if part == path {
-            return Ok(());
+        entry.check_returned()?;
+        if entry.disk.shares_a_file_with(&source.disk) {
+            return Err(Error::invalid(format!(
+                "disks {name} and {} have a file in common, so one cannot be copied to the other; choose another target",
+                source.name
+            )));
         }
-        // If another file has the name by now, it is kept.
-        let same = |old: &File| {
-            path.symlink_metadata().is_ok_and(|m| id_of(old).is_ok_and(|id| id == (m.dev(), m.ino())))
-        };
-        rename(part, path, self.old.as_ref().is_some_and(same)).map_err(|e| match e.kind() {
-            io::ErrorKind::AlreadyExists => Error::exists(format!(
-                "{shown} has come to be while its backup was made; that is {now}, and is whole"
-            )),
-            _ => Error::io(format_args!("{now} is whole, and cannot be renamed to {shown}"), e),
-        })?;
-        let synced = File::open(folder_of(path)).and_then(|folder| folder.sync_all());
-        synced.map_err(|e| Error::io(format_args!("{shown} is whole, and its name cannot be made stable"), e))
-    }
-
-    /// Removes the file, unless it existed before, or its name belongs to another file by now.
-    pub(super) fn remove(&self) {
-        if !self.new {
-            tracing::warn!("{} is no backup", self.part.display());
-        } else if self.check().is_ok()
-            && let Err(e) = std::fs::remove_file(&self.part)
-        {
-            tracing::warn!("cannot remove {}, which is no backup: {e}", self.part.display());
+        if entry.disk.readonly() {
+            return Err(Error::invalid(format!("disk {name} is read-only; nothing can be copied to it")));
         }
+        if entry.disk.size_bytes() != size {
+            return Err(Error::invalid(format!(
+                "disk {name} has {} bytes and disk {} has {size}; the target has to be as large",
+                entry.disk.size_bytes(),
+                source.name
+            )));
+        }
+        Ok(())
     }
 }
 
-/// Returns the device number and the inode number.
-fn id_of(file: &File) -> io::Result<(u64, u64)> {
-    file.metadata().map(|m| (m.dev(), m.ino()))
-}
-
-fn folder_of(path: &Path) -> &Path {
-    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
-}
-
-/// Renames a file. Without `replace`, the new name must be free.
-fn rename(from: &Path, to: &Path, replace: bool) -> io::Result<()> {
-    if replace {
-        return std::fs::rename(from, to);
-    }
-    let (old, new) = (CString::new(from.as_os_str().as_bytes())?, CString::new(to.as_os_str().as_bytes())?);
-    // SAFETY: both pointers are C strings, which live longer than the call.
-    let done = unsafe {
-        libc::renameat2(libc::AT_FDCWD, old.as_ptr(), libc::AT_FDCWD, new.as_ptr(), libc::RENAME_NOREPLACE)
-    };
-    match io::Error::last_os_error() {
-        _ if done == 0 => Ok(()),
-        // The file system does not support the flag.
-        e if e.raw_os_error() == Some(libc::EINVAL) => match to.symlink_metadata() {
-            Ok(_) => Err(io::Error::from_raw_os_error(libc::EEXIST)),
-            Err(_) => std::fs::rename(from, to),
-        },
-        e => Err(e),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use vshunt_types::error::Kind;
-
-    use super::*;
-
-    fn made(path: &Path, overwrite: bool) -> TargetFile {
-        let made = TargetFile::create(path, overwrite).unwrap().take();
-        std::fs::write(made.part(), b"new").unwrap();
-        made
-    }
-
-    fn refused(path: &Path, overwrite: bool, word: &str) -> bool {
-        TargetFile::create(path, overwrite).is_err_and(|e| e.to_string().contains(word))
-    }
-
-    #[test]
-    fn a_new_one_gets_its_name_at_the_end() {
-        let dir = tempfile::tempdir().unwrap();
-        let (path, part) = (dir.path().join("b"), dir.path().join("b.part"));
-        let first = made(&path, false);
-        assert!(!path.exists() && part.exists());
-        assert!(refused(&path, false, "b.part"));
-        first.put().unwrap();
-        assert!(path.exists() && !part.exists());
-        assert!(refused(&path, false, "already"));
-    }
-
-    #[test]
-    fn what_is_replaced_stays_until_then() {
-        let dir = tempfile::tempdir().unwrap();
-        let (path, link) = (dir.path().join("b"), dir.path().join("link"));
-        std::fs::write(&path, b"old").unwrap();
-        let mode = |path: &Path| path.metadata().unwrap().mode() & 0o777;
-        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
-        std::os::unix::fs::symlink(&path, &link).unwrap();
-        let failed = made(&link, true);
-        failed.remove();
-        assert_eq!(std::fs::read(&path).unwrap(), b"old");
-        drop(failed);
-        made(&link, true).put().unwrap();
-        assert_eq!((std::fs::read(&path).unwrap(), mode(&path)), (b"new".to_vec(), 0o640));
-        assert!(link.is_symlink() && !dir.path().join("b.part").exists());
-    }
-
-    #[test]
-    fn another_file_of_either_name_stays() {
-        let dir = tempfile::tempdir().unwrap();
-        let (path, part) = (dir.path().join("b"), dir.path().join("b.part"));
-        for overwrite in [false, true] {
-            if overwrite {
-                std::fs::write(&path, b"old").unwrap();
+impl Target {
+    /// Closes a complete target. A file gets its final name.
+    pub(super) fn keep(self) -> Result<()> {
+        let Self { disk, new_file, entry, .. } = self;
+        let Some(new_file) = new_file else {
+            drop(disk);
+            if let Some(entry) = entry {
+                entry.watched.release();
             }
-            let backup = made(&path, overwrite);
-            let _ = std::fs::remove_file(&path);
-            std::fs::write(&path, b"another's").unwrap();
-            assert!(backup.put().is_err_and(|e| e.kind() == Kind::Exists));
-            let read = |path: &Path| std::fs::read(path).unwrap();
-            assert_eq!((read(&path), read(&part)), (b"another's".to_vec(), b"new".to_vec()));
-            std::fs::remove_file(&part).unwrap();
-            std::fs::write(&part, b"another's").unwrap();
-            backup.remove();
-            assert!(backup.put().is_err() && part.exists());
-            std::fs::remove_file(&path).unwrap();
-            std::fs::remove_file(&part).unwrap();
+            return Ok(());
+        };
+        if let Err(e) = disk.close() {
+            new_file.remove();
+            return Err(e);
+        }
+        new_file.put()
+    }
+
+    /// Closes an incomplete target, and removes a file that was made for it.
+    pub(super) fn give_up(self) {
+        let Self { disk, new_file, entry, .. } = self;
+        if new_file.is_some() {
+            disk.abandon();
+        }
+        drop(disk);
+        if let Some(entry) = entry {
+            entry.watched.release();
+        }
+        if let Some(new_file) = new_file {
+            new_file.remove();
         }
     }
 
-    #[test]
-    fn a_link_is_no_leftover() {
-        let dir = tempfile::tempdir().unwrap();
-        let (path, other) = (dir.path().join("b"), dir.path().join("other"));
-        std::fs::write(&other, b"another's").unwrap();
-        std::os::unix::fs::symlink(&other, dir.path().join("b.part")).unwrap();
-        assert!(refused(&path, true, "b.part") && refused(&path, false, "b.part"));
-        assert_eq!(std::fs::read(&other).unwrap(), b"another's");
+    /// Returns the description of the disk `now` when it continues in the target.
+    pub(super) fn next(&self, now: &DiskSpec) -> DiskSpec {
+        DiskSpec { name: now.name.clone(), ..self.spec.clone() }
     }
+
+    /// Returns the file that was made for the job, if there is one. Its calls may wait for storage.
+    pub(super) fn new_file(&self) -> Option<Arc<TargetFile>> {
+        self.new_file.clone()
+    }
+}
+
+/// Returns the settings that a disk keeps when it continues in a new file.
+fn continued(now: &DiskSpec) -> DiskSpec {
+    let local = now.file.is_some();
+    DiskSpec {
+        cache: now.cache,
+        locking: now.locking || !local,
+        direct: if local { now.direct } else { Default::default() },
+        cache_size: now.cache_size.filter(|_| local),
+        ..DiskSpec::default()
+    }
+}
+
+/// Checks that a path does not lead to a file of the source.
+fn check_other(source: &DiskEntry, path: &Path) -> Result<()> {
+    match source.disk.has_file(path) {
+        true => Err(Error::invalid(format!(
+            "{} is of disk {} itself; choose another name",
+            path.display(),
+            source.name
+        ))),
+        false => Ok(()),
+    }
+}
+
+/// Opens the backing file of a new file.
+fn below(path: &Path, name: &str, format: Format) -> Result<Arc<Disk>> {
+    if std::fs::canonicalize(path).is_ok_and(|path| path == Path::new(name)) {
+        return Err(Error::invalid(format!(
+            "{name} cannot be replaced by a backup that has it as its backing image; choose another name"
+        )));
+    }
+    Disk::open(&DiskSpec {
+        name: "the backup before".into(),
+        format: Some(format),
+        file: Some(name.into()),
+        readonly: true,
+        locking: true,
+        ..DiskSpec::default()
+    })
+}
+
+/// Returns how a new file names its backing file: by its name only if both are in one folder, so
+/// that the folder can be moved.
+fn beside(path: &Path, name: &str) -> String {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let below = Path::new(name);
+    match (std::fs::canonicalize(folder), below.file_name().and_then(|n| n.to_str())) {
+        (Ok(folder), Some(alone)) if below.parent() == Some(&folder) => alone.to_owned(),
+        _ => name.to_owned(),
+    }
+}
+
+/// Returns the name and the format of the previous backup. Its format must be qcow2: the format of
+/// a raw file would be guessed from data of the guest.
+fn backing(path: &Path) -> Result<(String, Format)> {
+    let shown = path.display();
+    let path = std::fs::canonicalize(path).map_err(|e| Error::io(format_args!("cannot open {shown}"), e))?;
+    let Some(name) = path.to_str() else {
+        return Err(Error::invalid(format!("{shown} has a name that no image can hold: it is not UTF-8")));
+    };
+    Ok((name.to_owned(), Format::Qcow2))
 }

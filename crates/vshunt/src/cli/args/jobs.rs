@@ -1,18 +1,21 @@
 //! Flags of jobs, backups and dirty bitmaps.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use vshunt_types::spec::Format;
+use vshunt_types::spec::{CopyMode, Format};
 
-use super::ListArgs;
-use crate::values::{bytes, image_format};
+use super::snapshot::disk_and_file;
+use super::{ListArgs, parse_duration};
+use crate::values::{bytes, copy_mode, image_format};
 
 pub(crate) const BACKUP_AFTER: &str = "\
 Examples:
   vshunt backup start d0 --to full.qcow2 --bitmap b0 --wait
   vshunt backup start d0 --to monday.qcow2 --incremental b0 --backing full.qcow2
   vshunt backup start d0 --to d0.raw --format raw --speed 100M
+  vshunt backup start d0 --to d0.qcow2 --and d1=d1.qcow2 --bitmap b0 --wait
   vshunt job wait backup0
 
 docs/backup.md explains full and incremental backups, and how to restore them.";
@@ -26,20 +29,113 @@ Examples:
   vshunt snapshot d0 --to overlay.qcow2
   vshunt commit d0 --wait";
 
+pub(crate) const STREAM_AFTER: &str = "\
+Guests continue meanwhile. At the end they wait for a moment, when the name of
+the image below is removed from the overlay. A stream that fails or is cancelled
+leaves the disk as it is, and the next one copies only the rest.
+
+Examples:
+  vshunt snapshot d0 --to overlay.qcow2
+  vshunt stream d0 --wait";
+
+pub(crate) const MIRROR_AFTER: &str = "\
+The disk keeps its name, its exports and its guests. While the job copies and
+when it is ready, the disk stays where it is; 'job complete' switches it to the
+target, and guests wait for a moment. 'job complete --no-switch' ends the job
+with a complete copy instead; 'job cancel' gives the target up.
+
+Examples:
+  vshunt mirror d0 --to /new/d0.qcow2 --wait
+  vshunt job complete mirror0
+  vshunt mirror d0 --to /dev/vg0/d0 --format raw --overwrite --switch
+  vshunt disk add name=far,format=raw,file=/far/d0.raw
+  vshunt mirror d0 --target far --switch
+  vshunt mirror d0 --target far --copy-mode write-blocking --wait
+  vshunt mirror d0 --target far --bitmap m0 --wait
+  vshunt mirror d0 --target far --incremental m0 --wait
+
+docs/mirror.md explains what is where if something fails.";
+
 #[derive(Debug, Args)]
-pub(crate) struct CommitArgs {
+pub(crate) struct MirrorArgs {
     /// Name of the disk
     pub(crate) disk: String,
+    /// The file, or a device with --overwrite; it is complete when the job has ended
+    #[arg(long, value_name = "FILE", required_unless_present = "target")]
+    pub(crate) to: Option<PathBuf>,
+    /// Copy to this disk of the daemon, which has the same size and no export; when the job
+    /// completes, its image becomes that of the first disk, and its name is free
+    #[arg(long, value_name = "DISK", conflicts_with_all = ["to", "format", "overwrite"])]
+    pub(crate) target: Option<String>,
+    /// Format of the file [default: qcow2]
+    #[arg(long, value_parser = image_format())]
+    pub(crate) format: Option<Format>,
+    /// With --target: record in this dirty bitmap what the target lacks if the mirror fails, and
+    /// later writes if not; an existing one is cleared, a missing one is made
+    #[arg(long, value_name = "NAME", requires = "target", conflicts_with = "incremental")]
+    pub(crate) bitmap: Option<String>,
+    /// With --target: copy only the blocks that are dirty in this bitmap, which an earlier mirror
+    /// to the same target has started (--bitmap)
+    #[arg(long, value_name = "BITMAP", requires = "target")]
+    pub(crate) incremental: Option<String>,
+    /// Replace an existing file at once: what it has is lost even if the mirror fails
+    #[arg(long)]
+    pub(crate) overwrite: bool,
+    /// How guests' writes are copied once the disk is copied. background: some moments later;
+    /// write-blocking: a write is complete only when the target has it, so the job can be completed
+    /// however fast guests write [default: background]
+    #[arg(long, value_name = "MODE", value_parser = copy_mode())]
+    pub(crate) copy_mode: Option<CopyMode>,
+    #[command(flatten)]
+    pub(crate) flags: JobFlags,
+    /// Wait until the job is ready; fails if the mirror fails
+    #[arg(long)]
+    pub(crate) wait: bool,
+    /// Wait until the job is ready, and switch the disk to the target
+    #[arg(long, conflicts_with = "no_finalize")]
+    pub(crate) switch: bool,
+    /// With --switch: as for 'job complete'
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, requires = "switch")]
+    pub(crate) hold: Option<Duration>,
+}
+
+/// A job on the overlay of a disk: a commit or a stream.
+#[derive(Debug, Args)]
+pub(crate) struct OverlayJobArgs {
+    /// Name of the disk
+    pub(crate) disk: String,
+    #[command(flatten)]
+    pub(crate) flags: JobFlags,
+    /// Wait until the job has ended; fails if the job fails
+    #[arg(long)]
+    pub(crate) wait: bool,
+}
+
+/// Flags of each command that starts a job.
+#[derive(Debug, Args)]
+pub(crate) struct JobFlags {
     /// Speed limit in bytes per second, for example 100M; max: no limit; shared: guests keep most
     /// of their speed, which is the default
     #[arg(long, value_parser = speed)]
-    pub(crate) speed: Option<Speed>,
-    /// Name of the job [default: commit0, commit1 and so on]
+    speed: Option<Speed>,
+    /// When all is copied, wait for 'vshunt job finalize' before the last step
+    #[arg(long)]
+    pub(crate) no_finalize: bool,
+    /// Name of the job [default: what it does and a number, for example backup0]
     #[arg(long, value_name = "NAME")]
     pub(crate) job: Option<String>,
-    /// Wait until the job has ended; fails if the commit fails
-    #[arg(long)]
-    pub(crate) wait: bool,
+}
+
+impl JobFlags {
+    /// Returns the speed limit as QMP encodes it.
+    pub(crate) fn limit(&self) -> Option<u64> {
+        self.speed.and_then(Speed::limit)
+    }
+
+    /// Returns whether the job ends by itself, if that was said.
+    pub(crate) fn auto_finalize(&self) -> Option<bool> {
+        self.no_finalize.then_some(false)
+    }
 }
 
 /// The speed limit of a job.
@@ -96,6 +192,16 @@ pub(crate) struct BackupArgs {
     /// The file; it is called FILE.part until it is complete
     #[arg(long, value_name = "FILE", required_unless_present = "target")]
     pub(crate) to: Option<PathBuf>,
+    /// Back up this disk, too, to FILE, at the same point in time; may be repeated. For incremental
+    /// backups of several disks use 'vshunt qmp transaction'
+    #[arg(
+        long = "and",
+        value_name = "DISK=FILE",
+        requires = "to",
+        conflicts_with_all = ["incremental", "fleece", "job"],
+        value_parser = disk_and_file
+    )]
+    pub(crate) others: Vec<(String, PathBuf)>,
     /// Copy to this disk of the daemon, which has the same size and no export
     #[arg(long, value_name = "DISK", conflicts_with_all = ["to", "format", "overwrite", "backing"])]
     pub(crate) target: Option<String>,
@@ -121,16 +227,11 @@ pub(crate) struct BackupArgs {
     /// as large as the disk
     #[arg(long, value_name = "FILE")]
     pub(crate) fleece: Option<PathBuf>,
-    /// Speed limit in bytes per second, for example 100M; max: no limit; shared: guests keep most
-    /// of their speed, which is the default
-    #[arg(long, value_parser = speed)]
-    pub(crate) speed: Option<Speed>,
     /// Replace an existing file
     #[arg(long)]
     pub(crate) overwrite: bool,
-    /// Name of the job [default: backup0, backup1 and so on]
-    #[arg(long, value_name = "NAME")]
-    pub(crate) job: Option<String>,
+    #[command(flatten)]
+    pub(crate) flags: JobFlags,
     /// Wait until the job has ended; fails if the backup fails
     #[arg(long)]
     pub(crate) wait: bool,
@@ -140,14 +241,33 @@ pub(crate) struct BackupArgs {
 pub(crate) enum JobCommand {
     /// List jobs; ended jobs stay in the list until they are dismissed
     List(ListArgs),
-    /// Wait until jobs have ended; fails if one of them failed
+    /// Wait until jobs have ended or wait for a command: mirrors that are ready, jobs that were
+    /// started with --no-finalize; fails if one of them failed
     Wait {
         /// Names of the jobs
         #[arg(required = true)]
         jobs: Vec<String>,
     },
-    /// End a job before it is complete; the file of a backup is removed
+    /// End a job before it is complete; a file that it made is removed, the bitmap of a backup
+    /// restored, and the disk of a mirror stays where it is
     Cancel {
+        /// Name of the job
+        job: String,
+    },
+    /// Complete a mirror that is ready: its disk continues in the target
+    Complete {
+        /// Name of the job
+        job: String,
+        /// The disk of a mirror stays where it is, and the target is a copy of it as it is now
+        #[arg(long)]
+        no_switch: bool,
+        /// For how long the guests of a mirror may be held for what they have written last, at most
+        /// 7s; if they write too much for that, the job stays ready [default: 300ms]
+        #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+        hold: Option<Duration>,
+    },
+    /// Finalize a job that was started with --no-finalize and has copied all (status: pending)
+    Finalize {
         /// Name of the job
         job: String,
     },

@@ -12,6 +12,7 @@ on, serve the disk by the name of the overlay. An --internal snapshot is stored 
 
 Examples:
   vshunt snapshot d0 --to /var/lib/vm/d0-monday.qcow2
+  vshunt snapshot d0 --to d0-monday.qcow2 --and d1=d1-monday.qcow2
   vshunt snapshot d0 --internal monday
   vshunt snapshot d0 --delete monday";
 
@@ -23,6 +24,9 @@ pub(crate) struct SnapshotArgs {
     /// Continue in a new qcow2 image, whose backing file is the present one
     #[arg(long, value_name = "FILE")]
     pub(crate) to: Option<PathBuf>,
+    /// Take a snapshot of this disk, too, at the same point in time; may be repeated
+    #[arg(long = "and", value_name = "DISK=FILE", requires = "to", value_parser = disk_and_file)]
+    pub(crate) others: Vec<(String, PathBuf)>,
     /// FILE exists, and its backing file is the present image
     #[arg(long, requires = "to")]
     pub(crate) existing: bool,
@@ -32,4 +36,14 @@ pub(crate) struct SnapshotArgs {
     /// Delete a snapshot inside the qcow2 image
     #[arg(long, value_name = "NAME")]
     pub(crate) delete: Option<String>,
+}
+
+pub(super) fn disk_and_file(text: &str) -> Result<(String, PathBuf), String> {
+    match text.split_once('=') {
+        Some((disk, file)) if !disk.is_empty() && !file.is_empty() => Ok((disk.to_owned(), file.into())),
+        _ => Err(
+            "write the name of a disk and the path of its file, for example d1=/var/lib/vm/d1-monday.qcow2"
+                .into(),
+        ),
+    }
 }

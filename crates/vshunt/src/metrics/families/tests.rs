@@ -165,6 +165,7 @@ fn the_words_for_states_are_all_there_are() {
         match status {
             JobStatus::Running
             | JobStatus::Paused
+            | JobStatus::Ready
             | JobStatus::Aborting
             | JobStatus::Pending
             | JobStatus::Concluded => assert_ne!(word(status), ""),

@@ -3,26 +3,35 @@
 //!
 //! Arguments of QEMU that are not supported are refused with their names.
 
+use std::time::Duration;
+
 use serde::Deserialize;
 use serde_json::{Value, json};
 use vshunt_daemon::Daemon;
-use vshunt_types::spec::{BackupSpec, BitmapSpec, JobInfo, JobStatus};
+use vshunt_types::spec::{BackupSpec, BitmapSpec, CopyMode, JobInfo, JobStatus, MirrorSpec, OverlayJobSpec};
 
 use crate::qmp::context::{Answer, Arguments, Context, Nothing, done};
 use crate::qmp::message::QmpError;
 
-pub(crate) const BLOCKDEV_BACKUP: &str =
-    "device target sync: full|incremental|bitmap [job-id bitmap bitmap-mode: on-success speed auto-dismiss]";
+pub(crate) const BLOCKDEV_BACKUP: &str = "device target sync: full|incremental|bitmap [job-id bitmap bitmap-mode: on-success speed auto-finalize auto-dismiss]";
+
+pub(crate) const BLOCKDEV_MIRROR: &str =
+    "device target sync: full [job-id speed copy-mode auto-finalize auto-dismiss]";
 
 fn refuse<T>(why: &str) -> Result<T, QmpError> {
     Err(QmpError::generic(why))
 }
 
-pub(crate) fn backup_start(context: &Context, arguments: Arguments) -> Answer {
-    let mut spec: BackupSpec = arguments.read()?;
+/// Returns a backup whose files are those of fd sets where it names these.
+pub(super) fn with_files(context: &Context, mut spec: BackupSpec) -> Result<BackupSpec, QmpError> {
     spec.to = spec.to.map(|to| context.fdsets.resolve(to, true)).transpose()?;
     spec.backing = spec.backing.map(|backing| context.fdsets.resolve(backing, false)).transpose()?;
     spec.fleece = spec.fleece.map(|file| context.fdsets.resolve(file, true)).transpose()?;
+    Ok(spec)
+}
+
+pub(crate) fn backup_start(context: &Context, arguments: Arguments) -> Answer {
+    let spec = with_files(context, arguments.read()?)?;
     Ok(json!({ "job": context.daemon.backup_start(&spec, false)? }))
 }
 
@@ -56,7 +65,7 @@ enum OnError {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-struct BlockdevBackup {
+pub(super) struct BlockdevBackup {
     /// The name of the job. Absent: `backup0`, `backup1` and so on.
     job_id: Option<String>,
     /// The name of the disk.
@@ -75,7 +84,7 @@ struct BlockdevBackup {
     speed: Option<u64>,
     /// Only false is accepted: use `backup-start` with `to`.
     compress: Option<bool>,
-    /// Only true is accepted.
+    /// Whether it ends by itself, without `job-finalize`. Absent: true.
     auto_finalize: Option<bool>,
     /// Whether the job leaves the list when it ends. Absent: true.
     auto_dismiss: Option<bool>,
@@ -85,60 +94,55 @@ struct BlockdevBackup {
     on_target_error: Option<OnError>,
 }
 
-pub(crate) fn blockdev_backup(context: &Context, arguments: Arguments) -> Answer {
-    let a: BlockdevBackup = arguments.read()?;
-    if a.compress == Some(true) {
-        return refuse("'compress' is of a file that is made: use backup-start with 'to'");
-    }
-    if a.auto_finalize == Some(false) {
-        return refuse("a backup finalizes by itself; leave 'auto-finalize' out");
-    }
-    let errors = [&a.on_source_error, &a.on_target_error];
-    if errors.into_iter().flatten().any(|e| !matches!(e, OnError::Report | OnError::Auto)) {
-        return refuse(
-            "a failure ends the backup and is reported, guests go on; leave 'on-source-error' and \
-             'on-target-error' out",
-        );
-    }
-    let incremental = match a.sync {
-        Sync::Full if a.bitmap.is_some() => {
-            return refuse("a full backup that begins a bitmap is made by backup-start with 'bitmap'");
+impl BlockdevBackup {
+    /// Returns the backup, and whether its job leaves the list when it ends.
+    pub(super) fn spec(self) -> Result<(BackupSpec, bool), QmpError> {
+        let a = self;
+        if a.compress == Some(true) {
+            return refuse("'compress' is of a file that is made: use backup-start with 'to'");
         }
-        Sync::Full => None,
-        Sync::Incremental | Sync::Bitmap if a.bitmap.is_none() => return refuse("'bitmap' is missing"),
-        Sync::Bitmap if a.bitmap_mode.is_none() => return refuse("'bitmap-mode' is missing"),
-        Sync::Incremental | Sync::Bitmap => a.bitmap,
-        Sync::Top | Sync::None => return refuse("'sync' is full, incremental or bitmap"),
-    };
-    if !matches!(a.bitmap_mode, None | Some(BitmapMode::OnSuccess)) {
-        return refuse("the bitmap restarts if the backup succeeds; set 'bitmap-mode' to on-success");
+        let errors = [&a.on_source_error, &a.on_target_error];
+        if errors.into_iter().flatten().any(|e| !matches!(e, OnError::Report | OnError::Auto)) {
+            return refuse(
+                "a failure ends the backup and is reported, guests go on; leave 'on-source-error' and \
+             'on-target-error' out",
+            );
+        }
+        let incremental = match a.sync {
+            Sync::Full if a.bitmap.is_some() => {
+                return refuse("a full backup that begins a bitmap is made by backup-start with 'bitmap'");
+            }
+            Sync::Full => None,
+            Sync::Incremental | Sync::Bitmap if a.bitmap.is_none() => return refuse("'bitmap' is missing"),
+            Sync::Bitmap if a.bitmap_mode.is_none() => return refuse("'bitmap-mode' is missing"),
+            Sync::Incremental | Sync::Bitmap => a.bitmap,
+            Sync::Top | Sync::None => return refuse("'sync' is full, incremental or bitmap"),
+        };
+        if !matches!(a.bitmap_mode, None | Some(BitmapMode::OnSuccess)) {
+            return refuse("the bitmap restarts if the backup succeeds; set 'bitmap-mode' to on-success");
+        }
+        let spec = BackupSpec {
+            disk: a.device,
+            target: Some(a.target),
+            job: a.job_id,
+            incremental,
+            speed: a.speed,
+            auto_finalize: a.auto_finalize,
+            ..BackupSpec::default()
+        };
+        Ok((spec, a.auto_dismiss.unwrap_or(true)))
     }
-    let spec = BackupSpec {
-        disk: a.device,
-        target: Some(a.target),
-        job: a.job_id,
-        incremental,
-        speed: a.speed,
-        ..BackupSpec::default()
-    };
-    context.daemon.backup_start(&spec, a.auto_dismiss.unwrap_or(true))?;
+}
+
+pub(crate) fn blockdev_backup(context: &Context, arguments: Arguments) -> Answer {
+    let (spec, auto_dismiss) = arguments.read::<BlockdevBackup>()?.spec()?;
+    context.daemon.backup_start(&spec, auto_dismiss)?;
     Ok(json!({}))
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct CommitStart {
-    /// The name of the disk.
-    disk: String,
-    /// The name of the job. Absent: `commit0`, `commit1` and so on.
-    job: Option<String>,
-    /// The speed limit in bytes per second. 0: no limit. Absent: guests keep most of their speed.
-    speed: Option<u64>,
-}
-
 pub(crate) fn commit_start(context: &Context, arguments: Arguments) -> Answer {
-    let CommitStart { disk, job, speed } = arguments.read()?;
-    Ok(json!({ "job": context.daemon.commit_start(&disk, job.as_deref(), speed, false)? }))
+    let spec: OverlayJobSpec = arguments.read()?;
+    Ok(json!({ "job": context.daemon.commit_start(&spec, false)? }))
 }
 
 #[derive(Deserialize)]
@@ -150,7 +154,7 @@ struct BlockCommit {
     device: String,
     /// The speed limit in bytes per second. 0: no limit. Absent: guests keep most of their speed.
     speed: Option<u64>,
-    /// Only true is accepted.
+    /// Whether it ends by itself, without `job-finalize`. Absent: true.
     auto_finalize: Option<bool>,
     /// Whether the job leaves the list when it ends. Absent: true.
     auto_dismiss: Option<bool>,
@@ -159,10 +163,114 @@ struct BlockCommit {
 /// Commits the active overlay into its backing image. The job completes by itself.
 pub(crate) fn block_commit(context: &Context, arguments: Arguments) -> Answer {
     let a: BlockCommit = arguments.read()?;
-    if a.auto_finalize == Some(false) {
-        return refuse("a commit finalizes by itself; leave 'auto-finalize' out");
+    let spec =
+        OverlayJobSpec { disk: a.device, job: a.job_id, speed: a.speed, auto_finalize: a.auto_finalize };
+    context.daemon.commit_start(&spec, a.auto_dismiss.unwrap_or(true))?;
+    Ok(json!({}))
+}
+
+pub(crate) fn stream_start(context: &Context, arguments: Arguments) -> Answer {
+    let spec: OverlayJobSpec = arguments.read()?;
+    Ok(json!({ "job": context.daemon.stream_start(&spec, false)? }))
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct BlockStream {
+    /// The name of the job. Absent: `stream0`, `stream1` and so on.
+    job_id: Option<String>,
+    /// The name of the disk.
+    device: String,
+    /// Refused: a stream copies from all images below.
+    base: Option<String>,
+    /// Refused, as `base`.
+    base_node: Option<String>,
+    /// Refused, as `base`.
+    bottom: Option<String>,
+    /// Refused: no image is below afterwards.
+    backing_file: Option<String>,
+    /// The speed limit in bytes per second. 0: no limit. Absent: guests keep most of their speed.
+    speed: Option<u64>,
+    /// Only `report` and `auto` are accepted.
+    on_error: Option<OnError>,
+    /// Whether it ends by itself, without `job-finalize`. Absent: true.
+    auto_finalize: Option<bool>,
+    /// Whether the job leaves the list when it ends. Absent: true.
+    auto_dismiss: Option<bool>,
+}
+
+/// Copies to the active overlay what is below it. The job completes by itself.
+pub(crate) fn block_stream(context: &Context, arguments: Arguments) -> Answer {
+    let a: BlockStream = arguments.read()?;
+    if [&a.base, &a.base_node, &a.bottom, &a.backing_file].into_iter().any(Option::is_some) {
+        return refuse(
+            "a stream copies from all images below, and none is below afterwards; leave 'base', 'base-node', 'bottom' and \
+             'backing-file' out",
+        );
     }
-    context.daemon.commit_start(&a.device, a.job_id.as_deref(), a.speed, a.auto_dismiss.unwrap_or(true))?;
+    if a.on_error.is_some_and(|e| !matches!(e, OnError::Report | OnError::Auto)) {
+        return refuse("a failure ends the stream and is reported, guests go on; leave 'on-error' out");
+    }
+    let spec =
+        OverlayJobSpec { disk: a.device, job: a.job_id, speed: a.speed, auto_finalize: a.auto_finalize };
+    context.daemon.stream_start(&spec, a.auto_dismiss.unwrap_or(true))?;
+    Ok(json!({}))
+}
+
+pub(crate) fn mirror_start(context: &Context, arguments: Arguments) -> Answer {
+    let mut spec: MirrorSpec = arguments.read()?;
+    spec.to = spec.to.map(|to| context.fdsets.resolve(to, true)).transpose()?;
+    Ok(json!({ "job": context.daemon.mirror_start(&spec, false)? }))
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct BlockdevMirror {
+    /// The name of the job. Absent: `mirror0`, `mirror1` and so on.
+    job_id: Option<String>,
+    /// The name of the disk.
+    device: String,
+    /// The name of the disk to copy to. It has the same size and no export. It is removed when the
+    /// job completes: the first disk has its image.
+    target: String,
+    /// Only `full` is accepted.
+    sync: Sync,
+    /// The speed limit in bytes per second. 0: no limit. Absent: guests keep most of their speed.
+    speed: Option<u64>,
+    /// How it copies what guests write once it has copied the disk. Absent: `background`.
+    copy_mode: Option<CopyMode>,
+    /// Whether it ends by itself, without `job-finalize`. Absent: true.
+    auto_finalize: Option<bool>,
+    /// Whether the job leaves the list when it ends. Absent: true.
+    auto_dismiss: Option<bool>,
+    /// Only `report` and `auto` are accepted.
+    on_source_error: Option<OnError>,
+    /// Only `report` and `auto` are accepted.
+    on_target_error: Option<OnError>,
+}
+
+pub(crate) fn blockdev_mirror(context: &Context, arguments: Arguments) -> Answer {
+    let a: BlockdevMirror = arguments.read()?;
+    let errors = [&a.on_source_error, &a.on_target_error];
+    if errors.into_iter().flatten().any(|e| !matches!(e, OnError::Report | OnError::Auto)) {
+        return refuse(
+            "a failure ends the mirror and is reported, guests go on; leave 'on-source-error' and \
+             'on-target-error' out",
+        );
+    }
+    if !matches!(a.sync, Sync::Full) {
+        return refuse("a mirror copies all of the disk: 'sync' is full");
+    }
+    let spec = MirrorSpec {
+        disk: a.device,
+        target: Some(a.target),
+        job: a.job_id,
+        copy_mode: a.copy_mode,
+        speed: a.speed,
+        auto_finalize: a.auto_finalize,
+        ..MirrorSpec::default()
+    };
+    context.daemon.mirror_start(&spec, a.auto_dismiss.unwrap_or(true))?;
     Ok(json!({}))
 }
 
@@ -187,9 +295,6 @@ pub(crate) fn by_id(
 struct Device {
     /// The name of the job.
     device: String,
-    /// Accepted without effect: it concerns jobs that wait to be completed, and there are none.
-    #[serde(rename = "force")]
-    _force: Option<bool>,
 }
 
 /// Runs a command that changes a job, named by `device`.
@@ -198,8 +303,44 @@ pub(crate) fn by_device(
     arguments: Arguments,
     f: impl FnOnce(&Daemon, &str) -> vshunt_types::error::Result<()>,
 ) -> Answer {
-    let Device { device, .. } = arguments.read()?;
+    let Device { device } = arguments.read()?;
     Ok(done(f(&context.daemon, &device)?))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct BlockJobCancel {
+    /// The name of the job.
+    device: String,
+    /// Whether a mirror that is ready is given up, too. If not, it completes, and its disk stays
+    /// where it is: the target is a copy of the disk as it is now.
+    #[serde(default)]
+    force: bool,
+}
+
+pub(crate) fn block_job_cancel(context: &Context, arguments: Arguments) -> Answer {
+    let BlockJobCancel { device, force } = arguments.read()?;
+    let daemon = &context.daemon;
+    Ok(done(if force { daemon.job_cancel(&device) } else { daemon.job_cancel_softly(&device) }?))
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct JobComplete {
+    /// The name of the job.
+    id: String,
+    /// Whether the disk of a mirror continues in the target. If not, the target is a copy of the
+    /// disk as it is now. Absent: true.
+    switch: Option<bool>,
+    /// For how long guests may be held for what they have written last, 1 to 7000 ms. If they write
+    /// too much for that, a mirror stays ready. Absent: 300.
+    hold_ms: Option<u64>,
+}
+
+pub(crate) fn job_complete(context: &Context, arguments: Arguments) -> Answer {
+    let JobComplete { id, switch, hold_ms } = arguments.read()?;
+    let hold = hold_ms.map(Duration::from_millis);
+    Ok(done(context.daemon.job_complete(&id, switch.unwrap_or(true), hold)?))
 }
 
 #[derive(Deserialize)]
@@ -241,10 +382,10 @@ fn block_job(job: JobInfo) -> Value {
         "paused": job.status == JobStatus::Paused,
         "speed": job.speed.unwrap_or(0),
         "io-status": "ok",
-        "ready": false,
+        "ready": job.status == JobStatus::Ready,
         "status": job.status,
-        "auto-finalize": true,
-        "auto-dismiss": false,
+        "auto-finalize": job.auto_finalize,
+        "auto-dismiss": job.auto_dismiss,
     })
 }
 
@@ -259,7 +400,7 @@ pub(crate) fn bitmap_add(context: &Context, arguments: Arguments) -> Answer {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct NewBitmap {
+pub(super) struct NewBitmap {
     /// The name of the disk.
     node: String,
     /// The name of the bitmap, unique on the disk.
@@ -274,20 +415,25 @@ struct NewBitmap {
     disabled: bool,
 }
 
+impl NewBitmap {
+    pub(super) fn spec(self) -> BitmapSpec {
+        let Self { node, name, granularity, persistent, disabled } = self;
+        // The default of QEMU is false for all formats.
+        BitmapSpec { disk: node, name, granularity, persistent: Some(persistent), disabled }
+    }
+}
+
 pub(crate) fn block_dirty_bitmap_add(context: &Context, arguments: Arguments) -> Answer {
-    let NewBitmap { node, name, granularity, persistent, disabled } = arguments.read()?;
-    // The default of QEMU is false for all formats.
-    let spec = BitmapSpec { disk: node, name, granularity, persistent: Some(persistent), disabled };
-    Ok(done(context.daemon.bitmap_add(&spec)?))
+    Ok(done(context.daemon.bitmap_add(&arguments.read::<NewBitmap>()?.spec())?))
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct BitmapName {
+pub(super) struct BitmapName {
     /// The name of the disk.
-    node: String,
+    pub(super) node: String,
     /// The name of the bitmap.
-    name: String,
+    pub(super) name: String,
 }
 
 pub(crate) fn with_bitmap(

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use vshunt_block::SnapshotInfo;
-use vshunt_daemon::OverlayMode;
+use vshunt_daemon::{OverlayMode, SnapshotWish};
 
 use crate::qmp::context::{Answer, Arguments, Context, done};
 use crate::qmp::message::QmpError;
@@ -24,7 +24,7 @@ enum Mode {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-struct SnapshotSync {
+pub(super) struct SnapshotSync {
     /// The name of the disk. Either this or `node-name` is required.
     device: Option<String>,
     /// The name of the disk.
@@ -41,26 +41,32 @@ struct SnapshotSync {
     mode: Mode,
 }
 
+impl SnapshotSync {
+    pub(super) fn wish(self, context: &Context) -> Result<SnapshotWish, QmpError> {
+        let disk = match (self.device, self.node_name) {
+            (Some(disk), None) | (None, Some(disk)) => disk,
+            _ => return Err(QmpError::generic("give one of 'device' and 'node-name': the disk's name")),
+        };
+        if self.format.is_some_and(|f| f != "qcow2") {
+            return Err(QmpError::generic("'format' of an overlay can be qcow2 only"));
+        }
+        if self.snapshot_node_name.is_some_and(|name| name != disk) {
+            return Err(QmpError::generic(format!(
+                "the disk keeps its name, and what is below has none; leave 'snapshot-node-name' out, or set it to {disk}"
+            )));
+        }
+        let mode = match self.mode {
+            Mode::AbsolutePaths => OverlayMode::New,
+            Mode::Existing => OverlayMode::Existing,
+        };
+        let overlay = context.fdsets.resolve(self.snapshot_file, true)?;
+        Ok(SnapshotWish { disk, overlay, mode })
+    }
+}
+
 pub(crate) fn snapshot_sync(context: &Context, arguments: Arguments) -> Answer {
-    let args = arguments.read::<SnapshotSync>()?;
-    let disk = match (args.device, args.node_name) {
-        (Some(disk), None) | (None, Some(disk)) => disk,
-        _ => return Err(QmpError::generic("give one of 'device' and 'node-name': the disk's name")),
-    };
-    if args.format.is_some_and(|f| f != "qcow2") {
-        return Err(QmpError::generic("'format' of an overlay can be qcow2 only"));
-    }
-    if args.snapshot_node_name.is_some_and(|name| name != disk) {
-        return Err(QmpError::generic(format!(
-            "the disk keeps its name, and what is below has none; leave 'snapshot-node-name' out, or set it to {disk}"
-        )));
-    }
-    let mode = match args.mode {
-        Mode::AbsolutePaths => OverlayMode::New,
-        Mode::Existing => OverlayMode::Existing,
-    };
-    let overlay = context.fdsets.resolve(args.snapshot_file, true)?;
-    Ok(done(context.daemon.disk_snapshot(&disk, &overlay, mode)?))
+    let wish = arguments.read::<SnapshotSync>()?.wish(context)?;
+    Ok(done(context.daemon.disks_snapshot(&[wish])?))
 }
 
 #[derive(Deserialize)]

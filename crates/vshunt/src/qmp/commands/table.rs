@@ -4,7 +4,7 @@
 use serde_json::json;
 use vshunt_daemon::Daemon;
 
-use super::{blockstats, config, fdset, jobs, native, qemu, snapshot, throttle};
+use super::{blockstats, config, fdset, jobs, native, qemu, snapshot, throttle, transaction};
 use crate::qmp::context::{Answer, Arguments, Context, Nothing};
 use crate::qmp::message;
 
@@ -58,7 +58,10 @@ pub(crate) const COMMANDS: &[Command] = &[
         "Starts a job that copies a disk as it is at one point in time. The point lies before the answer. See backup.md.",
         jobs::backup_start,
     )
-    .takes("disk to|target [format overwrite compress bitmap incremental backing fleece speed job]", "BackupSpec")
+    .takes(
+        "disk to|target [format overwrite compress bitmap incremental backing fleece speed auto-finalize job]",
+        "BackupSpec",
+    )
     .returns("`job`: the name of the job"),
     command(
         "balance-set",
@@ -74,7 +77,7 @@ pub(crate) const COMMANDS: &[Command] = &[
         "Starts a job that copies the overlay of a disk into the image below it. The job completes by itself. See snapshots.md.",
         jobs::block_commit,
     )
-    .takes("device [job-id speed auto-dismiss]", "jobs::BlockCommit"),
+    .takes("device [job-id speed auto-finalize auto-dismiss]", "jobs::BlockCommit"),
     command("block-dirty-bitmap-add", "Adds a dirty bitmap to a disk, with QEMU's defaults.", jobs::block_dirty_bitmap_add)
         .takes("node name [granularity persistent disabled]", "jobs::NewBitmap"),
     command("block-dirty-bitmap-clear", "Marks all blocks of a dirty bitmap as clean.", |c, a| {
@@ -103,18 +106,35 @@ pub(crate) const COMMANDS: &[Command] = &[
         .takes(qemu::BLOCK_EXPORT_ADD, "qemu::BlockExport"),
     command("block-export-del", "Removes an export.", qemu::block_export_del)
         .takes("id [mode: safe|hard]", "qemu::BlockExportDel"),
-    command("block-job-cancel", "Ends a job before it is complete.", |c, a| jobs::by_device(c, a, Daemon::job_cancel))
-        .takes("device", "jobs::Device"),
+    command(
+        "block-job-cancel",
+        "Ends a job before it is complete. A mirror that is ready completes without `force`, and its disk stays where it is.",
+        jobs::block_job_cancel,
+    )
+    .takes("device [force]", "jobs::BlockJobCancel"),
+    command("block-job-complete", "Completes a mirror that is ready.", |c, a| {
+        jobs::by_device(c, a, |daemon, id| daemon.job_complete(id, true, None))
+    })
+    .takes("device", "jobs::Device"),
     command("block-job-dismiss", "Removes a job that has ended from the list.", |c, a| {
         jobs::by_id(c, a, Daemon::job_dismiss)
     })
     .takes("id", "jobs::Id"),
+    command("block-job-finalize", "Finalizes a job, as `job-finalize`.", |c, a| jobs::by_id(c, a, Daemon::job_finalize))
+        .takes("id", "jobs::Id"),
     command("block-job-pause", "Pauses a job.", |c, a| jobs::by_device(c, a, Daemon::job_pause))
         .takes("device", "jobs::Device"),
     command("block-job-resume", "Resumes a paused job.", |c, a| jobs::by_device(c, a, Daemon::job_resume))
         .takes("device", "jobs::Device"),
     command("block-job-set-speed", "Changes the speed limit of a job.", jobs::block_job_set_speed)
         .takes("device speed", "jobs::DeviceSpeed"),
+    command(
+        "block-stream",
+        "Starts a job that copies to the overlay of a disk all that is below it, so that it stands alone. The job completes by \
+         itself. See snapshots.md.",
+        jobs::block_stream,
+    )
+    .takes("device [job-id speed on-error auto-finalize auto-dismiss]", "jobs::BlockStream"),
     command("block_resize", "Changes the size of a disk. Its guests are told.", qemu::block_resize)
         .takes("node-name size", "qemu::Resize"),
     command(
@@ -138,6 +158,13 @@ pub(crate) const COMMANDS: &[Command] = &[
     .takes(jobs::BLOCKDEV_BACKUP, "jobs::BlockdevBackup"),
     command("blockdev-del", "Removes a disk that is not exported.", qemu::blockdev_del)
         .takes("node-name", "qemu::NodeName"),
+    command(
+        "blockdev-mirror",
+        "Starts a job that copies a disk to another disk of the daemon, in whose image it continues when the job is \
+         completed. See mirror.md.",
+        jobs::blockdev_mirror,
+    )
+    .takes(jobs::BLOCKDEV_MIRROR, "jobs::BlockdevMirror"),
     command(
         "blockdev-snapshot",
         "Puts an overlay onto a disk. The disk keeps its name. See snapshots.md.",
@@ -164,7 +191,7 @@ pub(crate) const COMMANDS: &[Command] = &[
         "Starts the same job as `block-commit`. The job stays in the list until it is dismissed.",
         jobs::commit_start,
     )
-    .takes("disk [job speed]", "jobs::CommitStart")
+    .takes("disk [job speed auto-finalize]", "OverlayJobSpec")
     .returns("`job`: the name of the job"),
     command("disk-add", "Adds a disk.", native::disk_add)
         .takes("name [format file size readonly direct cache locking cache-size]", "DiskSpec"),
@@ -208,9 +235,23 @@ pub(crate) const COMMANDS: &[Command] = &[
         jobs::by_id(c, a, Daemon::job_cancel)
     })
     .takes("id", "jobs::Id"),
+    command(
+        "job-complete",
+        "Completes a mirror that is ready: the disk continues in the target. A mirror that cannot be completed stays ready, \
+         with an `error`.",
+        jobs::job_complete,
+    )
+    .takes("id [switch hold-ms]", "jobs::JobComplete"),
     command("job-dismiss", "Removes a job that has ended from the list.", |c, a| {
         jobs::by_id(c, a, Daemon::job_dismiss)
     })
+    .takes("id", "jobs::Id"),
+    command(
+        "job-finalize",
+        "Finalizes a job that was started with `auto-finalize` false and is `pending`: it has copied all. Until then, it can be \
+         cancelled.",
+        |c, a| jobs::by_id(c, a, Daemon::job_finalize),
+    )
     .takes("id", "jobs::Id"),
     command("job-pause", "Pauses a job. A paused backup still copies what guests overwrite.", |c, a| {
         jobs::by_id(c, a, Daemon::job_pause)
@@ -220,6 +261,14 @@ pub(crate) const COMMANDS: &[Command] = &[
         .takes("id", "jobs::Id"),
     command("job-set-speed", "Changes the speed limit of a job.", jobs::job_set_speed)
         .takes("id [speed]", "jobs::JobSpeed"),
+    command(
+        "mirror-start",
+        "Starts a job that copies a disk to a new file, or to another disk, where it continues when the job is completed. \
+         See mirror.md.",
+        jobs::mirror_start,
+    )
+    .takes("disk to|target [job format overwrite bitmap incremental speed]", "MirrorSpec")
+    .returns("`job`: the name of the job"),
     command(
         "net-add",
         "Adds a network. If the interface exists, it is adopted and stays. Otherwise a tap is made, and removed with the network.",
@@ -315,6 +364,21 @@ pub(crate) const COMMANDS: &[Command] = &[
     .takes("export index [last] worker [timeout-ms]", "native::QueueAttach"),
     command("quit", "Ends the daemon. The answer comes before the end.", native::quit),
     command("remove-fd", "Removes descriptors from an fd set.", fdset::remove_fd).takes("fdset-id [fd]", "fdset::RemoveFd"),
+    command(
+        "stream-start",
+        "Starts the same job as `block-stream`. The job stays in the list until it is dismissed.",
+        jobs::stream_start,
+    )
+    .takes("disk [job speed auto-finalize]", "OverlayJobSpec")
+    .returns("`job`: the name of the job"),
+    command(
+        "transaction",
+        "Does all actions at one point in time, or none. They are snapshots of disks, or backups and changes of dirty \
+         bitmaps. See snapshots.md and backup.md.",
+        transaction::transaction,
+    )
+    .takes(transaction::ACTIONS, "transaction::Transaction")
+    .returns("`jobs`: the names of the jobs of the backups; absent without backups"),
     command(
         "worker-free",
         "Ends a worker. Fails for worker 0, for a worker that has queues, and for one that is stalled for 10 s. A worker \

@@ -1,0 +1,142 @@
+"""Mirrors that are cancelled, fail, or whose daemon is killed."""
+
+import os
+import shutil
+import subprocess
+import time
+
+import mirror_model as m
+import pytest
+import rig as r
+from snapshot_model import Disk, Writer, image, point_in_time
+
+
+def test_cancelled(rig, mounts):
+    """At each time. The disk stays where it is, a file that was made is removed, and a device or disk can be used again."""
+    disk = Disk(rig, image(rig, "cancel", "raw"), "raw", name="cancel")
+    writer = Writer(disk.file)
+    path = rig.dir / "cancel-new.qcow2"
+    for speed, is_ready in (("64K", False), ("max", True)):
+        name = m.start(disk, "--to", path, "--speed", speed)
+        r.message_of(disk.cli("snapshot", "d0", "--to", rig.dir / "no.qcow2", check=False), name)
+        r.message_of(disk.cli("resize", "d0", "64M", check=False), name)
+        if is_ready:
+            m.ready(disk, name)
+            r.message_of(disk.cli("job", "pause", name, check=False), "is ready")
+        else:
+            r.message_of(disk.cli("job", "complete", name, check=False), "is not ready", f"job wait {name}")
+        disk.cli("job", "cancel", name)
+        r.require(not path.exists(), "the file is still there")
+        r.require(disk.shown() == ("raw", str(disk.path)), f"listed as {disk.shown()}")
+    disk.cli("disk", "add", "name=far,format=raw,file=" + str(image(rig, "cancel-far", "raw")))
+    name = m.start(disk, "--target", "far", "--speed", "64K")
+    r.message_of(disk.cli("disk", "remove", "far", check=False), name)
+    disk.cli("job", "cancel", name)
+    disk.cli("disk", "remove", "far")
+    writer.stop()
+    disk.quit()
+    point_in_time(disk.path, [writer], [len(writer.log)])
+
+
+@pytest.mark.parametrize("phase", ("copying", "ready", "after"))
+def test_kill_9(rig, mounts, marks, rand, phase):
+    """The image that the disk was in when the daemon was killed has all writes."""
+    disk = Disk(rig, image(rig, f"kill-{phase}", "raw"), "raw", name=f"kill-{phase}")
+    writer = Writer(disk.file)
+    path = rig.dir / f"kill-{phase}-new.raw"
+    name = m.start(disk, "--to", path, "--format", "raw", "--speed", "1M" if phase == "copying" else "max")
+    if phase != "copying":
+        m.ready(disk, name)
+    if phase == "after":
+        m.complete(disk, name)
+    least = writer.done() + 50 + rand.randrange(50)
+    r.wait_for("writes", lambda: writer.done() > least)
+    writer.stop()
+    disk.kill()
+    there, other = (path, disk.path) if phase == "after" else (disk.path, path)
+    words = ("was mirrored to", "remove") if phase == "after" else ("incomplete copy", "--overwrite")
+    refused = r.Daemon(rig, name=f"kill-{phase}-none")
+    r.message_of(refused.cli("disk", "add", f"name=d0,format=raw,file={other}", check=False), other.name, there.name, *words)
+    r.require(refused.child.stop() == 0, refused.child.tail())
+    point_in_time(there, [writer], [len(writer.log)])
+    again = Disk(rig, there, "raw", name=f"kill-{phase}-again")
+    # What is left is in the way, until the user says that it may be replaced.
+    r.message_of(again.cli("mirror", "d0", "--to", other, check=False), "there already", "--overwrite")
+    m.switched(again, "--to", other, "--format", "raw", "--overwrite")
+    shutil.copy(again.file, rig.dir / "flat.raw")
+    again.quit()
+    point_in_time(rig.dir / "flat.raw", [writer], [len(writer.log)])
+    point_in_time(other, [writer], [len(writer.log)])
+
+
+def test_kill_9_at_the_switch(rig, mounts, marks, rand, pytestconfig):
+    """At any moment of a switch: each image that can be opened has all writes, and at least one can."""
+    for n in range(pytestconfig.getoption("--kills") or 5):
+        disk = Disk(rig, image(rig, f"at-{n}", "raw", 8), "raw", name=f"at-{n}")
+        writer = Writer(disk.file)
+        path = rig.dir / f"at-{n}-new.raw"
+        name = m.start(disk, "--to", path, "--format", "raw", "--speed", "max")
+        m.ready(disk, name)
+        argv = [r.binary("vshunt"), "-c", disk.daemon.control, "job", "complete", name]
+        with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as completing:
+            time.sleep(rand.random() * 0.03)
+            disk.kill()
+            completing.wait(r.WAIT_S)
+        # The write that was under way got an error.
+        writer._stop.set()
+        writer._thread.join(r.WAIT_S)
+        done = max(len(writer.log) - 1, 0)
+        opened = r.Daemon(rig, name=f"at-{n}-again")
+        usable = [there for there in (disk.path, path) if not opened.cli("disk", "add", f"format=raw,file={there}", check=False).returncode]
+        r.require(opened.child.stop() == 0, opened.child.tail())
+        r.require(usable, "no image can be opened")
+        for there in usable:
+            point_in_time(there, [writer], [done])
+
+
+def test_without_space(rig, mounts):
+    """The job fails and says what to do; the disk stays where it is."""
+    folder = m.small_folder(rig, "small", "4m")
+    try:
+        disk = Disk(rig, image(rig, "full", "raw"), "raw", name="full")
+        with open(disk.file, "r+b", buffering=0) as f:
+            f.write(os.urandom(8 << 20))
+        done = disk.cli("mirror", "d0", "--to", folder / "new.raw", "--format", "raw", "--wait", check=False, timeout_s=m.QUIET_S)
+        r.message_of(done, "No space left", "disk d0 stays where it is: free space there, or choose another target")
+        r.require(not (folder / "new.raw").exists(), "the file is still there")
+        r.require(disk.shown() == ("raw", str(disk.path)), f"listed as {disk.shown()}")
+        disk.quit()
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def test_a_file_that_is_replaced_is_marked_until_it_is_complete(rig, mounts, marks):
+    """Also if the mirror fails, and if another mirror to it is refused."""
+    disk = Disk(rig, image(rig, "over", "raw"), "raw", name="over")
+    disk.cli("disk", "add", f"name=d1,format=raw,file={image(rig, 'over-d1', 'raw')}")
+    path = image(rig, "over-new", "raw")
+    name = m.start(disk, "--to", path, "--format", "raw", "--overwrite", "--speed", "64K")
+    refused = disk.cli("mirror", "d1", "--to", path, "--format", "raw", "--overwrite", check=False)
+    r.message_of(refused, path.name, "in use")
+    r.require("user.vshunt.mirroring" in os.listxattr(path), "the mark is gone")
+    r.message_of(disk.cli("export", "add", f"type=fuse,name=f1,disk=d1,mountpoint={path}", check=False), path.name, name)
+    disk.cli("job", "cancel", name)
+    r.message_of(disk.cli("disk", "add", f"name=d2,format=raw,file={path}", check=False), "incomplete copy", "--overwrite")
+    m.switched(disk, "--to", path, "--format", "raw", "--overwrite")
+    r.require(os.listxattr(path) == [], f"marked as {os.listxattr(path)}")
+    r.require(os.listxattr(disk.path) == ["user.vshunt.moved"], f"the old image is marked as {os.listxattr(disk.path)}")
+    disk.quit()
+
+
+def test_a_target_that_was_replaced(rig, mounts):
+    """Someone removes the file before the switch: the disk does not continue in a file without a name."""
+    disk = Disk(rig, image(rig, "gone", "raw"), "raw", name="gone")
+    path = rig.dir / "gone-new.raw"
+    name = m.start(disk, "--to", path, "--format", "raw", "--speed", "max")
+    m.ready(disk, name)
+    path.unlink()
+    path.write_bytes(b"another's")
+    r.message_of(disk.cli("job", "complete", name, check=False), "was removed or replaced")
+    r.require(path.read_bytes() == b"another's", "another's file was changed")
+    r.require(disk.shown() == ("raw", str(disk.path)), f"listed as {disk.shown()}")
+    disk.quit()
