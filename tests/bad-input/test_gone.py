@@ -35,8 +35,9 @@ def gone(daemon, load):
     for command in (("quit",), ("export", "remove", "vm0")):
         r.message_of(daemon.cli(*command, check=False), "vm0", "front end", "--force")
     load.kill()
-    (export,) = daemon.status()["exports"]
-    r.require(export["connected"] and export["leaving"], f"listed as {export}")
+    export = lambda: daemon.status()["exports"][0]  # noqa: E731
+    r.wait_for("it has gone", lambda: export()["leaving"])
+    r.require(export()["connected"], f"listed as {export()}")
     r.require(" leaving " in daemon.cli("status").stdout, daemon.cli("status").stdout)
 
 
