@@ -5,6 +5,7 @@ import re
 import socket
 import urllib.parse
 import urllib.request
+from http import HTTPStatus
 
 import pytest
 import rig as r
@@ -63,12 +64,15 @@ def prometheus(rig):
 
 
 def answer(listen, query):
-    """The series of a query; none while there is no server."""
+    """The series of a query; none while there is no server, or it starts."""
     url = f"http://{listen}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
     try:
         with urllib.request.urlopen(url, timeout=r.WAIT_S) as reply:
             told = json.load(reply)
     except urllib.error.HTTPError as e:
+        # Prometheus listens before it has read its storage.
+        if e.code == HTTPStatus.SERVICE_UNAVAILABLE:
+            return []
         raise r.Failed(f"{query}: {e.read().decode()}") from e
     except OSError:
         return []
