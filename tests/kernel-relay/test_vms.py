@@ -80,17 +80,6 @@ def base(make_base):
     return make_base()
 
 
-@pytest.fixture(scope="module")
-def nested(rig, make_base, folder, modules):
-    """A VM in which a QEMU boots a guest. One core emulates one for minutes, and nothing in it depends
-    on time. So the other VMs run beside it."""
-    return kernel_nested.start(rig, make_base, folder, modules)
-
-
-def test_a_vm_in_the_vm_begins(nested):
-    r.require(nested.child.running(), nested.child.tail())
-
-
 @pytest.mark.parametrize("name", VMS)
 def test_vm(rig, base, record, name, pytestconfig):
     (job, seconds), kills = VMS[name], pytestconfig.getoption("--kills") or 4
@@ -105,5 +94,6 @@ def test_the_tests_of_the_device(rig, make_base, record):
     k.Vm(rig, make_base(programs={"device-test": str(stripped)}), "device", job, memory_mib=1536).finish(600, record)
 
 
-def test_a_vm_in_the_vm(nested, record):
-    nested.finish(kernel_nested.SECONDS + 30, record)
+@pytest.mark.parametrize("guest", ("bios", pytest.param("linux", marks=pytest.mark.long)))
+def test_a_vm_in_the_vm(rig, make_base, folder, modules, record, guest):
+    kernel_nested.run(rig, make_base, folder, modules, guest, record)
