@@ -235,3 +235,16 @@ def guarded(request, clock):
     if request.session.testsfailed > failed or aborts:
         fuse_guard.unmount({m[1] for m in fuse_guard.fuse_mounts()} - before)
     r.require(not aborts, f"over its {limit_s[0]:g} s: the connections were aborted")
+
+
+@pytest.fixture
+def marks(rig):
+    """For tests of marked images: marks are extended attributes."""
+    probe = rig.dir / "probe"
+    probe.touch()
+    try:
+        os.setxattr(probe, "user.vshunt.probe", b"x")
+    except OSError as e:
+        raise r.Skipped(f"the file system of {rig.dir} has no extended attributes ({e})") from e
+    finally:
+        probe.unlink()

@@ -108,7 +108,7 @@ def by_protocol(daemon):
     for more, word in (
         ({}, "where to"),
         ({"to": "/x", "target": "t0"}, "choose one"),
-        ({"target": "t0", "overwrite": True}, "leave them out"),
+        ({"target": "t0", "overwrite": True}, "overwrite is for a file"),
         ({"to": "/x", "format": "ram"}, "qcow2 or raw"),
         ({"to": "/x", "bitmap": "b0", "incremental": "b0"}, "leave out bitmap"),
         ({"to": "/x", "backing": "/y"}, "backing is of an incremental"),

@@ -1,12 +1,13 @@
 """Backups of several disks at one point in time."""
 
 import json
+import subprocess
 import time
 
 import mirror_model as m
 import pytest
 import rig as r
-from snapshot_model import BLOCK, Pair, flat, image, number_of
+from snapshot_model import BLOCK, Pair, checked, flat, image, number_of, qemu_img
 
 
 @pytest.fixture
@@ -85,8 +86,6 @@ def test_qemus_actions(rig):
     r.wait_for("they end", lambda: jobs(daemon) == [])
     listed = json.loads(daemon.cli("bitmap", "list", "--json").stdout)
     r.require([(b["disk"], b["name"], b["count"]) for b in listed] == [("d0", "b0", 0), ("d1", "b0", 0)], f"listed as {listed}")
-    clear = [{"type": "block-dirty-bitmap-clear", "data": {"node": f"d{n}", "name": "b0"}} for n in range(2)]
-    daemon.cli("qmp", "transaction", json.dumps({"actions": clear}))
     r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
@@ -105,3 +104,77 @@ def test_bitmaps_that_begin_together(rig):
     info = json.loads(r.run([r.tool("qemu-img", "qemu-utils"), "info", "-U", "--output=json", path]).stdout)
     there = {b["name"]: "in-use" in b["flags"] for b in info["format-specific"]["data"].get("bitmaps", [])}
     r.require(there == {"b0": True, "b1": True, "full": True}, f"the image has {there}")
+
+
+def test_each_failure_is_told(rig):
+    """Jobs that were waited for are gone, so their command tells the end of each."""
+    paths = [image(rig, f"told-{n}", "raw", 64) for n in range(2)]
+    for path in paths:
+        path.write_bytes(b"\x05" * (64 << 20))
+    daemon = r.Daemon(rig, *(word for n, path in enumerate(paths) for word in ("--disk", f"name=d{n},format=raw,file={path}")), name="told")
+    to = [rig.dir / f"told-{n}.copy" for n in range(2)]
+    argv = [r.binary("vshunt"), "-c", daemon.control, "backup", "start", "d0", "--to", to[0], "--and", f"d1={to[1]}", "--speed", "64k", "--wait"]
+    with subprocess.Popen([str(a) for a in argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as waiting:
+        r.wait_for("both jobs run", lambda: len(jobs(daemon)) == 2)
+        names = [job["id"] for job in jobs(daemon)]
+        for name in names:
+            daemon.cli("qmp", "job-cancel", json.dumps({"id": name}))
+        _, said = waiting.communicate(timeout=r.WAIT_S)
+    r.require(waiting.returncode == 1, f"it ended with {waiting.returncode}: {said}")
+    r.require(all(f"job {name} was cancelled" in said for name in names), f"it said {said!r}")
+    r.require(jobs(daemon) == [] and not any(path.exists() for path in to), f"left: {jobs(daemon)}")
+    r.require(daemon.child.stop() == 0, daemon.child.tail())
+
+
+def test_incremental_ones_begin_together(rig):
+    """By one transaction. What cannot be done leaves the bitmaps with what they had; a clear leaves nothing. Of two backups, one that
+    is cancelled does not end the other."""
+    paths = [image(rig, f"inc-{n}", "qcow2", 16) for n in range(2)]
+    words = []
+    for n, path in enumerate(paths):
+        export = f"type=vhost-user-blk,name=e{n},disk=d{n},socket={rig.dir / f'inc-{n}.sock'}"
+        words += ["--disk", f"name=d{n},format=qcow2,file={path}", "--export", export]
+    daemon = r.Daemon(rig, *words, name="inc")
+
+    def write(seed):
+        for n in range(2):
+            argv = [r.binary("vshunt-bench"), "blk", "--socket", rig.dir / f"inc-{n}.sock", "--rw", "randwrite", "--bs", "64k"]
+            r.run([*argv, "--range", "8M", "--ios", "40", "--seed", seed, "--quiet"])
+
+    def counts():
+        return [b["count"] for b in json.loads(daemon.cli("bitmap", "list", "--json").stdout)]
+
+    def transaction(*actions, check=True):
+        return daemon.cli("qmp", "transaction", json.dumps({"actions": actions}), check=check)
+
+    bitmap = lambda kind, n: {"type": f"block-dirty-bitmap-{kind}", "data": {"node": f"d{n}", "name": "b0"}}  # noqa: E731
+    full, later = ([rig.dir / f"inc-{n}-{kind}.qcow2" for n in range(2)] for kind in ("full", "later"))
+    start = lambda n, **more: {"type": "backup-start", "data": {"disk": f"d{n}", "to": str(later[n]), **more}}  # noqa: E731
+    write(1)
+    daemon.cli("backup", "start", "d0", "--to", full[0], "--and", f"d1={full[1]}", "--bitmap", "b0", "--wait", timeout_s=m.QUIET_S)
+    r.require(counts() == [0, 0], f"counts of {counts()}")
+    write(2)
+    dirty = counts()
+    r.require(all(dirty), f"counts of {dirty}")
+    for actions in ((bitmap("clear", 0), bitmap("add", 1)), (start(0, bitmap="b0"), bitmap("add", 1))):
+        r.message_of(transaction(*actions, check=False), "b0 already")
+        r.require(counts() == dirty and not later[0].exists(), f"counts of {counts()}, not {dirty}")
+    started = json.loads(transaction(*(start(n, incremental="b0", backing=str(full[n])) for n in range(2))).stdout)
+    daemon.cli("job", "wait", *started["jobs"], timeout_s=m.QUIET_S)
+    r.require(counts() == [0, 0], f"counts of {counts()}")
+    again = [rig.dir / f"inc-{n}-again.qcow2" for n in range(2)]
+    daemon.cli("backup", "start", "d1", "--to", again[1], "--and", f"d0={again[0]}", "--wait", timeout_s=m.QUIET_S)
+    for n in range(2):
+        checked(later[n])
+        qemu_img("compare", "-f", "qcow2", "-F", "qcow2", later[n], again[n])
+    write(3)
+    r.require(all(counts()), f"counts of {counts()}")
+    transaction(bitmap("clear", 0), bitmap("clear", 1))
+    r.require(counts() == [0, 0], f"counts of {counts()}")
+    both = ("backup", "start", "d0", "--to", rig.dir / "inc-0.ended", "--and", f"d1={rig.dir / 'inc-1.whole'}")
+    one, two = daemon.cli(*both, "--speed", "64K").stdout.split()
+    daemon.cli("job", "cancel", one)
+    daemon.cli("job", "speed", two, "max")
+    daemon.cli("job", "wait", two, timeout_s=m.QUIET_S)
+    r.require((rig.dir / "inc-1.whole").exists() and not (rig.dir / "inc-0.ended").exists(), "not the files of the jobs")
+    r.require(daemon.child.stop() == 0, daemon.child.tail())

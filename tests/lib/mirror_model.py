@@ -1,10 +1,14 @@
 """Helpers for the tests of mirrors."""
 
 import json
+import mmap
+import os
 import re
+import threading
+import time
 
 import rig as r
-from snapshot_model import MIB
+from snapshot_model import BLOCK, MIB, Disk, image, qemu_img
 
 QUIET_S = 120
 # Machines that run tests are slow.
@@ -21,6 +25,11 @@ def job(disk, name):
     """What is known of a job, or None."""
     jobs = json.loads(disk.cli("job", "list", "--json").stdout)
     return next((job for job in jobs if job["id"] == name), None)
+
+
+def in_use(disk):
+    """The file that disk d0 is in, as it is listed."""
+    return next(d["file"] for d in disk.daemon.status()["disks"] if d["name"] == "d0")
 
 
 def ready(disk, name):
@@ -40,6 +49,8 @@ def complete(disk, name, *arguments):
     for _ in range(5):
         done = disk.cli("job", "complete", name, *HOLD, *arguments, check=False, timeout_s=QUIET_S)
         if done.returncode == 0:
+            where = "" if "--no-switch" in arguments else f"d0 continues in {in_use(disk)}; serve it by this name from now on\n"
+            r.require(done.stdout in (where, f"{name} is pending; 'vshunt job finalize {name}' ends it\n"), f"it said {done.stdout!r}")
             return
         if "stays ready" not in done.stderr:
             break
@@ -50,7 +61,8 @@ def switched(disk, *arguments):
     """Mirrors a disk and switches it, by one command, or more if the job stays ready."""
     done = disk.cli("mirror", "d0", *arguments, *SWITCH, check=False, timeout_s=QUIET_S)
     if done.returncode == 0:
-        r.require(done.stdout.endswith("d0 continues in the target\n"), f"it said {done.stdout!r}")
+        where = f"d0 continues in {in_use(disk)}; serve it by this name from now on\n"
+        r.require(done.stdout == where, f"it said {done.stdout!r}")
         return
     name = re.search(r"job (\S+) stays ready", done.stderr)
     r.require(name, f"d0 is not switched: {done.stderr}")
@@ -113,3 +125,53 @@ class Served:
     def end(self):
         r.require(self.load.interrupt(120) == 0, f"the load failed: {self.load.tail()}")
         r.require(self.daemon.child.stop() == 0, f"vshunt ended with {self.daemon.child.process.returncode}: {self.daemon.child.tail()}")
+
+
+class HangingDisk:
+    """A mounted disk whose image has data in its first 8 MiB. What is behind is in a backing image whose storage hangs while it is
+    told to: a file of another daemon."""
+
+    def __init__(self, rig, name, path=None):
+        """`path`: where the image is made."""
+        self.below = Disk(rig, image(rig, f"{name}-below", "raw"), "raw", name=f"{name}-below")
+        self.path = path or rig.dir / f"{name}.qcow2"
+        qemu_img("create", "-q", "-f", "qcow2", "-b", self.below.file, "-F", "raw", self.path)
+        r.run([r.tool("qemu-io", "qemu-utils"), "-f", "qcow2", "-c", "write -P 5 0 8M", self.path])
+        self.disk = Disk(rig, self.path, "qcow2", name=name)
+
+    def begin(self, what="write"):
+        """Begins a request that does not end until the storage answers. A write fills a part of a cluster."""
+        self.below.daemon.child.suspend()
+        self.request = threading.Thread(target=self._request, args=(what,), daemon=True)
+        self.request.start()
+
+    def _request(self, what):
+        fd, block = os.open(self.disk.file, os.O_RDWR | os.O_DIRECT), mmap.mmap(-1, BLOCK)
+        block.write(b"\x07" * BLOCK)
+        (os.pwritev if what == "write" else os.preadv)(fd, [block], 20 * MIB)
+        os.close(fd)
+
+    def wait_until_held(self):
+        """Waits until the guests of the disk are held, for 10 s at most, because the request does not end: no read of what the image
+        has ends either."""
+        fd, ended = os.open(self.disk.file, os.O_RDONLY | os.O_DIRECT), [time.monotonic()]
+
+        def read():
+            block = mmap.mmap(-1, BLOCK)
+            while self.request.is_alive():
+                os.preadv(fd, [block], 0)
+                ended[0] = time.monotonic()
+                time.sleep(0.01)
+            os.close(fd)
+
+        threading.Thread(target=read, daemon=True).start()
+        r.wait_for("guests are held", lambda: time.monotonic() - ended[0] > 2)
+
+    def end(self):
+        self.below.daemon.child.resume()
+        self.request.join(r.WAIT_S)
+        r.require(not self.request.is_alive(), "the request does not end")
+
+    def quit(self):
+        self.disk.quit()
+        self.below.quit()

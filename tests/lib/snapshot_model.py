@@ -49,6 +49,16 @@ def image(rig, name, form, size=32):
     return path
 
 
+def write_synced(path, rand, synced, count=20):
+    """Writes to random blocks of a disk, flushes, and takes note of what each block has."""
+    with open(path, "r+b", buffering=0) as f:
+        for _ in range(count):
+            block, value = rand.randrange(32 * MIB // BLOCK), rand.randrange(1, 256)
+            os.pwrite(f.fileno(), bytes([value]) * BLOCK, block * BLOCK)
+            synced[block] = value
+        os.fsync(f.fileno())
+
+
 class Disk:
     """A daemon with one disk: over a socket, as a file, or both."""
 

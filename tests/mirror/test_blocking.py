@@ -20,15 +20,22 @@ def here(rig, request):
     return path
 
 
+def ready(disk, name):
+    """Waits until a mirror can be completed, and requires that guests wait for its target."""
+    m.ready(disk, name)
+    r.require(m.job(disk, name)["copy-mode"] == "write-blocking", f"listed as {m.job(disk, name)}")
+
+
 @pytest.mark.parametrize("form", ("raw", "qcow2"))
 def test_the_target_has_what_is_complete(rig, form):
-    """When a guest's writes are complete, the target has them, although the job is not completed."""
+    """When a guest's writes are complete, the target has them, although the job is not completed. (A qcow2 target can be read when
+    it is.)"""
     disk = Disk(rig, image(rig, f"has-{form}", "raw", 24), "raw", name=f"has-{form}", fuse=False, socket=True)
     new = rig.dir / f"has-{form}-new.{form}"
     image(rig, new.stem, form, 24)
     disk.cli("disk", "add", f"name=far,format={form},file={new}")
     name = m.start(disk, "--target", "far", *MODE)
-    m.ready(disk, name)
+    ready(disk, name)
     for at in range(8):
         load = ["blk", "--socket", disk.socket, "--rw", "randwrite", "--bs", ("4k", "64k")[at % 2], "--quiet", "--range", "8M", "--ios", "200"]
         r.run([r.binary("vshunt-bench"), *load])
@@ -51,7 +58,7 @@ def test_switched_many_times(rig, ring):
         form = ("qcow2", "raw")[at % 2]
         path = rig.dir / f"turn-{ring}-{at}.{form}"
         name = m.start(disk, "--to", path, "--format", form, *MODE)
-        m.ready(disk, name)
+        ready(disk, name)
         disk.daemon.attach(f"e0:{at % 2}", (at // 2) % 2)
         if at == 3:
             m.complete(disk, name, "--no-switch")
@@ -74,7 +81,7 @@ def test_cancelled(rig, here):
     for is_ready in (True, False):
         name = m.start(served, "--target", "far", *MODE[:2], "--speed", "max" if is_ready else "1M")
         if is_ready:
-            m.ready(served, name)
+            ready(served, name)
         served.cli("job", "cancel", name)
         r.require(m.job(served, name)["cancelled"], f"it ended as {m.job(served, name)}")
         served.more()
@@ -89,7 +96,7 @@ def test_no_worker_is_left(rig, here):
     before = len(served.daemon.status()["workers"])
     for _ in range(8):
         name = m.start(served, "--target", "far", *MODE)
-        m.ready(served, name)
+        ready(served, name)
         served.cli("job", "cancel", name)
     r.wait_for("the workers are free", lambda: len(served.daemon.status()["workers"]) == before)
     served.end()
@@ -101,7 +108,7 @@ def test_a_target_that_hangs_after_the_command(rig, mounts):
     disk = Disk(rig, image(rig, "hangs", "raw"), "raw", name="hangs", fuse=False, socket=True)
     disk.cli("disk", "add", f"name=far,format=raw,file={far.file}")
     name = m.start(disk, "--target", "far", *MODE)
-    m.ready(disk, name)
+    ready(disk, name)
     load = bench(rig, disk, "hangs-bench", "--range", "8M")
     requests = lambda: sum(q["requests"] for q in disk.daemon.status()["queues"] if q["export"] == "e0")  # noqa: E731
     r.wait_for("requests", lambda: requests() > 100)

@@ -1,5 +1,7 @@
 """Mirrors that are cancelled, fail, or whose daemon is killed."""
 
+import collections
+import contextlib
 import os
 import shutil
 import subprocess
@@ -69,17 +71,33 @@ def test_kill_9(rig, mounts, marks, rand, phase):
     point_in_time(other, [writer], [len(writer.log)])
 
 
+def marked(path, name):
+    """Whether a file has this mark. It may be missing."""
+    with contextlib.suppress(FileNotFoundError):
+        return name in os.listxattr(path)
+    return False
+
+
 def test_kill_9_at_the_switch(rig, mounts, marks, rand, pytestconfig):
-    """At any moment of a switch: each image that can be opened has all writes, and at least one can."""
-    for n in range(pytestconfig.getoption("--kills") or 5):
+    """At any moment of a switch: each image that can be opened has all writes, at least one can, and two are equal. The daemon is
+    killed some moments after the command, after the target is marked as complete, or after the old image is marked."""
+    found = collections.Counter()
+    for n in range(pytestconfig.getoption("--kills") or 6):
         disk = Disk(rig, image(rig, f"at-{n}", "raw", 8), "raw", name=f"at-{n}")
         writer = Writer(disk.file)
         path = rig.dir / f"at-{n}-new.raw"
         name = m.start(disk, "--to", path, "--format", "raw", "--speed", "max")
         m.ready(disk, name)
-        argv = [r.binary("vshunt"), "-c", disk.daemon.control, "job", "complete", name]
-        with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as completing:
-            time.sleep(rand.random() * 0.03)
+        begun, up_to_s = (
+            (lambda: True, 0.1),
+            (lambda p=path: not marked(p, "user.vshunt.mirroring"), 0.002),
+            (lambda p=disk.path: marked(p, "user.vshunt.moved"), 0.02),
+        )[n % 3]
+        argv = [r.binary("vshunt"), "-c", disk.daemon.control, "job", "complete", name, *m.HOLD]
+        with subprocess.Popen([str(a) for a in argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as completing:
+            while not begun() and completing.poll() is None:
+                pass
+            time.sleep(rand.random() * up_to_s)
             disk.kill()
             completing.wait(r.WAIT_S)
         # The write that was under way got an error.
@@ -92,6 +110,10 @@ def test_kill_9_at_the_switch(rig, mounts, marks, rand, pytestconfig):
         r.require(usable, "no image can be opened")
         for there in usable:
             point_in_time(there, [writer], [done])
+        r.require(len(usable) < 2 or disk.path.read_bytes() == path.read_bytes(), "two images can be opened, and they differ")
+        found["both" if len(usable) == 2 else "old" if usable == [disk.path] else "new"] += 1
+    rig.say(f"images that could be opened after a kill: {dict(found)}")
+    r.require(found["new"] + found["both"], f"no kill came after the target was complete: {found}")
 
 
 def test_without_space(rig, mounts):

@@ -4,12 +4,12 @@ import itertools
 import mmap
 import os
 import subprocess
-import threading
-import time
 
+import backup_model as b
 import mirror_model as m
+import pytest
 import rig as r
-from snapshot_model import BLOCK, MIB, Disk, bench, image, qemu_img
+from snapshot_model import BLOCK, MIB, Disk, bench, image, pauses, qemu_img
 
 
 def test_a_mount_that_bypasses_the_daemon(rig, mounts):
@@ -35,69 +35,46 @@ def test_a_mount_that_bypasses_the_daemon(rig, mounts):
     disk.quit()
 
 
-def test_old_storage_that_hangs_at_the_switch(rig, mounts):
-    """The job stays ready, and is completed when the storage answers. The image of the disk is a file of another daemon."""
-    below = Disk(rig, image(rig, "below", "raw"), "raw", name="below")
+@pytest.mark.parametrize("how", ("it answers", "a copy meanwhile"))
+def test_old_storage_that_hangs_at_the_switch(rig, mounts, marks, how):
+    """The job stays ready. It is completed when the storage answers, or ends with a complete copy before. The image of the disk is a
+    file of another daemon."""
+    tag = how.replace(" ", "-")
+    below = Disk(rig, image(rig, f"below-{tag}", "raw"), "raw", name=f"below-{tag}")
     with open(below.file, "r+b", buffering=0) as f:
         f.write(os.urandom(8 << 20))
-    disk = Disk(rig, below.file, "raw", name="old", fuse=False, socket=True)
-    new = rig.dir / "old-new.raw"
+    disk = Disk(rig, below.file, "raw", name=f"old-{tag}", fuse=False, socket=True)
+    new = rig.dir / f"old-{tag}-new.raw"
     name = m.start(disk, "--to", new, "--format", "raw", "--speed", "max")
     m.ready(disk, name)
     below.daemon.child.suspend()
     done = disk.cli("job", "complete", name, check=False, timeout_s=m.QUIET_S)
-    r.message_of(done, "stays ready", "disk d0 took nothing for 15 s", "complete the job again")
+    r.message_of(done, "stays ready", "disk d0 took nothing for 15 s", "complete the job again", f"'vshunt job complete {name} --no-switch'")
     r.require(m.job(disk, name)["status"] == "ready", f"listed as {m.job(disk, name)}")
-    below.daemon.child.resume()
-    m.complete(disk, name)
-    r.require(disk.shown() == ("raw", str(new)), f"listed as {disk.shown()}")
+    if how == "it answers":
+        below.daemon.child.resume()
+        m.complete(disk, name)
+        r.require(disk.shown() == ("raw", str(new)), f"listed as {disk.shown()}")
+    else:
+        m.complete(disk, name, "--no-switch")
+        r.require(os.listxattr(new) == [], f"marked as {os.listxattr(new)}")
+        disk.cli("disk", "add", f"name=d1,format=raw,file={new}")
+        disk.cli("disk", "remove", "d1")
+        below.daemon.child.resume()
     disk.quit()
     below.quit()
     r.require(new.read_bytes() == below.path.read_bytes(), "the target is another")
 
 
-class HangingDisk:
-    """A disk whose image has data in its first 8 MiB. What is behind is in a backing image whose storage hangs while it is told
-    to: a file of another daemon."""
-
-    def __init__(self, rig, name):
-        self.below = Disk(rig, image(rig, f"{name}-below", "raw"), "raw", name=f"{name}-below")
-        self.path = rig.dir / f"{name}.qcow2"
-        qemu_img("create", "-q", "-f", "qcow2", "-b", self.below.file, "-F", "raw", self.path)
-        r.run([r.tool("qemu-io", "qemu-utils"), "-f", "qcow2", "-c", "write -P 5 0 8M", self.path])
-        self.disk = Disk(rig, self.path, "qcow2", name=name)
-
-    def begin_write(self):
-        """Begins a write that does not end until the storage answers: it fills a part of a cluster."""
-        self.below.daemon.child.suspend()
-        self.write = threading.Thread(target=self._write, daemon=True)
-        self.write.start()
-
-    def _write(self):
-        fd, block = os.open(self.disk.file, os.O_WRONLY | os.O_DIRECT), mmap.mmap(-1, BLOCK)
-        block.write(b"\x07" * BLOCK)
-        os.pwritev(fd, [block], 20 * MIB)
-        os.close(fd)
-
-    def end_write(self):
-        self.below.daemon.child.resume()
-        self.write.join(r.WAIT_S)
-        r.require(not self.write.is_alive(), "the write does not end")
-
-    def quit(self):
-        self.disk.quit()
-        self.below.quit()
-
-
 def test_one_request_that_hangs_does_not_hold_up_the_others(rig, mounts):
     """A mirror that is ready looks every 200 ms for what guests have written, for which it holds them for a moment."""
-    hanging = HangingDisk(rig, "beside")
+    hanging = m.HangingDisk(rig, "beside")
     disk = hanging.disk
     new = rig.dir / "beside-new.raw"
     name = m.start(disk, "--to", new, "--format", "raw", "--speed", "max")
     m.ready(disk, name)
     fd, block = os.open(disk.file, os.O_RDONLY | os.O_DIRECT), mmap.mmap(-1, BLOCK)
-    hanging.begin_write()
+    hanging.begin()
     try:
         reads = itertools.count()
 
@@ -108,10 +85,10 @@ def test_one_request_that_hangs_does_not_hold_up_the_others(rig, mounts):
 
         # If they were held up for 10 s of each 10.2 s, the limit would be over before.
         r.wait_for("400 reads", enough)
-        r.require(hanging.write.is_alive(), "the write has ended")
+        r.require(hanging.request.is_alive(), "the write has ended")
     finally:
         os.close(fd)
-        hanging.end_write()
+        hanging.end()
     m.complete(disk, name)
     r.require(disk.shown() == ("raw", str(new)), f"listed as {disk.shown()}")
     hanging.quit()
@@ -121,17 +98,17 @@ def test_one_request_that_hangs_does_not_hold_up_the_others(rig, mounts):
 
 def test_a_target_that_is_removed_while_guests_are_held(rig, mounts):
     """The disk does not continue in a file without a name."""
-    hanging = HangingDisk(rig, "removed")
+    hanging = m.HangingDisk(rig, "removed")
     disk, new = hanging.disk, rig.dir / "removed-new.raw"
     name = m.start(disk, "--to", new, "--format", "raw", "--speed", "max")
     m.ready(disk, name)
-    hanging.begin_write()
+    hanging.begin()
     argv = [r.binary("vshunt"), "-c", disk.daemon.control, "job", "complete", name]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as completing:
-        # It waits for the write by now, and would have found the file before.
-        time.sleep(2)
+        # It would have found the file before.
+        hanging.wait_until_held()
         new.unlink()
-        hanging.end_write()
+        hanging.end()
         _, said = completing.communicate(timeout=m.QUIET_S)
     r.require(completing.returncode == 1 and "was removed or replaced" in said, f"it said {said!r}")
     r.require(disk.shown() == ("qcow2", str(hanging.path)), f"listed as {disk.shown()}")
@@ -148,8 +125,90 @@ def test_an_export_that_is_added_to_a_disk_whose_target_loses_writes(rig):
     m.ready(disk, name)
     disk.cli("export", "add", f"type=vhost-user-blk,name=e1,disk=d0,socket={disk.socket}")
     done = disk.cli("job", "complete", name, check=False, timeout_s=m.QUIET_S)
-    r.message_of(done, "stays ready", "disk far may lose completed writes", "remove the exports of d0")
+    r.message_of(done, "stays ready", "disk far may lose completed writes", "compat=1.1", "remove the exports of d0")
+    # Both remedies.
+    disk.cli("job", "cancel", name)
+    disk.cli("disk", "remove", "far")
+    qemu_img("amend", "-f", "qcow2", "-o", "compat=1.1", old)
+    disk.cli("disk", "add", f"name=far,format=qcow2,file={old}")
+    name = m.start(disk, "--target", "far", "--speed", "max")
+    m.ready(disk, name)
+    disk.cli("job", "cancel", name)
+    disk.cli("disk", "remove", "far")
+    qemu_img("amend", "-f", "qcow2", "-o", "compat=0.10", old)
+    disk.cli("disk", "add", f"name=far,format=qcow2,file={old}")
+    r.message_of(disk.cli("mirror", "d0", "--target", "far", check=False), "disk far may lose completed writes")
     disk.cli("export", "remove", "e1")
+    name = m.start(disk, "--target", "far", "--speed", "max")
+    m.ready(disk, name)
     m.complete(disk, name)
     r.require(disk.shown() == ("qcow2", str(old)), f"listed as {disk.shown()}")
     disk.quit()
+
+
+def test_guests_that_write_too_fast(rig):
+    """The job stays ready and says why, also by an event. It is completed when their writes are limited, as it says."""
+    disk = Disk(rig, image(rig, "outrun", "raw", 64), "raw", name="outrun", fuse=False, socket=True)
+    load = bench(rig, disk, "outrun-bench")
+    name = m.start(disk, "--to", rig.dir / "outrun-new.raw", "--format", "raw", "--speed", "max")
+    m.ready(disk, name)
+    qmp = b.Qmp(disk.daemon)
+    done = disk.cli("job", "complete", name, "--hold", "1ms", check=False, timeout_s=m.QUIET_S)
+    r.message_of(done, "stays ready", "guests of disk d0 write faster", "may be held for 1 ms", "vshunt limit", "--hold")
+    told = lambda e: e["event"] == "BLOCK_JOB_READY" and "write faster" in e["data"].get("error", "")  # noqa: E731
+    r.wait_for("the event", lambda: qmp.call("query-version") and any(told(e) for e in qmp.events))
+    disk.cli("limit", "e0", "--iops-write", "50")
+    m.complete(disk, name)
+    disk.cli("limit", "e0", "--off")
+    r.require(load.interrupt() == 0, f"the load failed: {load.tail()}")
+    disk.quit()
+
+
+@pytest.mark.parametrize("what", ("write", "read"))
+def test_a_target_that_hangs_while_guests_are_held(rig, mounts, what):
+    """If it lacks a write, guests go on after twice the time that was allowed, and the job waits for it. If it has all, and does not
+    make it stable, they go on after 15 s, and the job fails. The target is a file of another daemon."""
+    hanging = m.HangingDisk(rig, f"held-{what}")
+    disk, far = hanging.disk, Disk(rig, image(rig, f"held-{what}-far", "raw"), "raw", name=f"held-{what}-far")
+    disk.cli("disk", "add", f"name=far,format=raw,file={far.file}")
+    name = m.start(disk, "--target", "far", "--speed", "max")
+    m.ready(disk, name)
+    hanging.begin(what)
+    argv = [r.binary("vshunt"), "-c", disk.daemon.control, "job", "complete", name, "--hold", "2s"]
+    with subprocess.Popen([str(a) for a in argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as completing:
+        hanging.wait_until_held()
+        far.daemon.child.suspend()
+        hanging.end()
+        with open(disk.file, "r+b", buffering=0) as f:
+            f.write(b"x" * BLOCK)
+            os.fsync(f.fileno())
+        if what == "write":
+            r.require(m.job(disk, name)["status"] == "ready", f"listed as {m.job(disk, name)}")
+            disk.cli("qmp", "job-cancel", f'{{ "id": "{name}" }}')
+            # The disk is free, although the target hangs.
+            r.wait_for("the disk is free", lambda: disk.cli("snapshot", "d0", "--to", rig.dir / "held-over.qcow2", check=False).returncode == 0)
+            r.require(m.job(disk, name)["status"] == "aborting", f"listed as {m.job(disk, name)}")
+        far.daemon.child.resume()
+        _, said = completing.communicate(timeout=m.QUIET_S)
+    words = "was cancelled" if what == "write" else "took nothing for 15 s"
+    r.require(completing.returncode == 1 and words in said, f"it said {said!r}")
+    r.require(max(pauses(disk)) < 60000, f"guests were held for {pauses(disk)} ms")
+    m.ended(disk, name)
+    disk.cli("disk", "remove", "far")
+    hanging.quit()
+    far.quit()
+
+
+def test_guests_that_cannot_be_held(rig, mounts):
+    """One of their requests hangs for 10 s. The job stays ready, and is completed when the request has ended."""
+    hanging = m.HangingDisk(rig, "unheld")
+    disk, new = hanging.disk, rig.dir / "unheld-new.raw"
+    name = m.start(disk, "--to", new, "--format", "raw", "--speed", "max")
+    m.ready(disk, name)
+    hanging.begin("read")
+    done = disk.cli("job", "complete", name, check=False, timeout_s=m.QUIET_S)
+    r.message_of(done, "stays ready", "requests in flight", "try again when they have ended")
+    hanging.end()
+    m.complete(disk, name)
+    r.require(disk.shown() == ("raw", str(new)), f"listed as {disk.shown()}")
+    hanging.quit()

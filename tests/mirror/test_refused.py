@@ -1,5 +1,6 @@
 """Requests for mirrors that are refused, each with one sentence; and QEMU's commands."""
 
+import json
 import os
 import subprocess
 
@@ -45,6 +46,14 @@ def test_what_is_refused(rig):
         done = disk.cli("mirror", *arguments, check=False)
         r.require(done.returncode == code, f"{arguments}: exit status {done.returncode}: {done.stderr}")
         r.message_of(done, *words)
+    for more, words in (
+        ({}, "where to?"),
+        ({"to": "/x", "target": "good"}, "choose one"),
+        ({"target": "good", "format": "raw"}, "format is for a file that is made"),
+        ({"to": "/x", "incremental": "off"}, "give a disk as the target"),
+        ({"target": "good", "bitmap": "off", "incremental": "off"}, "leave out bitmap"),
+    ):
+        r.message_of(disk.cli("qmp", "mirror-start", json.dumps({"disk": "d0", **more}), check=False), words)
     r.require(disk.cli("job", "list").stdout.count("\n") == 1, "a job is left")
     # What was refused is free.
     for name in ("small", "unsafe", "ram", "ro", "marked"):
@@ -52,7 +61,35 @@ def test_what_is_refused(rig):
     disk.quit()
 
 
-def test_disks_and_targets_that_do_not_fit(rig, mounts):
+def test_commands_that_come_too_early_or_to_other_jobs(rig):
+    disk = Disk(rig, image(rig, "early", "raw"), "raw", name="early", fuse=False, socket=True)
+    disk.cli("disk", "add", f"name=d1,format=raw,file={image(rig, 'early-1', 'raw')}")
+    backup = disk.cli("backup", "start", "d1", "--to", rig.dir / "early.backup", "--speed", "1").stdout.strip()
+    name = m.start(disk, "--to", rig.dir / "early-new.raw", "--format", "raw", "--no-finalize", "--speed", "1")
+    for arguments, words in (
+        (("job", "complete", backup), ("completes by itself",)),
+        (("job", "complete", backup, "--hold", "1s"), (backup, "is no mirror", "leave out --hold")),
+        (("job", "finalize", backup), (backup, "finalizes by itself", "--no-finalize")),
+        (("job", "finalize", name), (name, "is not pending")),
+        (("job", "complete", name), (name, "is not ready", f"'job wait {name}'")),
+        (("job", "complete", name, "--hold", "0s"), ("1 ms to 7 s",)),
+        (("job", "complete", name, "--hold", "8s"), ("1 ms to 7 s",)),
+        (("mirror", "d1", "--to", rig.dir / "x"), ("d1", backup)),
+        (("stream", "d0"), (name,)),
+    ):
+        r.message_of(disk.cli(*arguments, check=False), *words)
+    disk.cli("job", "speed", name, "max")
+    waited = disk.cli("job", "wait", name, timeout_s=m.QUIET_S).stdout
+    r.require(f"{name} is ready: " in waited and f"'vshunt job complete {name}'" in waited, f"it said {waited!r}")
+    m.complete(disk, name)
+    waited = disk.cli("job", "wait", name).stdout
+    r.require(f"{name} is pending: " in waited and f"'vshunt job finalize {name}'" in waited, f"it said {waited!r}")
+    disk.cli("job", "finalize", name, timeout_s=m.QUIET_S)
+    disk.cli("job", "cancel", backup)
+    disk.quit()
+
+
+def test_disks_that_do_not_fit(rig, mounts):
     """A mount whose users change the size."""
     grows = r.Daemon(rig, "--disk", f"name=d0,format=raw,file={image(rig, 'grows', 'raw')}", name="grows")
     grows.cli("export", "add", f"type=fuse,name=f0,disk=d0,mountpoint={rig.dir / 'grows.mnt'},writable=on,growable=on,passthrough=off")
@@ -134,13 +171,35 @@ def test_qemus_commands(rig):
     r.wait_for("it ends", lambda: m.job(disk, "j0")["status"] == "concluded")
     r.require(not m.job(disk, "j0")["cancelled"] and "error" not in m.job(disk, "j0"), f"it ended as {m.job(disk, 'j0')}")
     qmp.call("job-dismiss", id="j0")
+    # With force it is given up. So is one that is not ready, with or without it.
+    for force in (True, False):
+        qmp.call("blockdev-mirror", **start, auto_dismiss=False, **({} if force else {"speed": 1}))
+        if force:
+            r.wait_for("it is ready", lambda: m.job(disk, "j0")["status"] == "ready")
+        else:
+            qmp.call("block-job-complete", error="is not ready", device="j0")
+        qmp.call("block-job-cancel", device="j0", **({"force": True} if force else {}))
+        r.wait_for("it ends", lambda: m.job(disk, "j0")["status"] == "concluded")
+        r.require(m.job(disk, "j0")["cancelled"], f"it ended as {m.job(disk, 'j0')}")
+        qmp.call("job-dismiss", id="j0")
+    gone = lambda: [e["data"] for e in qmp.events if e["event"] == "BLOCK_JOB_CANCELLED"]  # noqa: E731
+    r.wait_for("the events", lambda: qmp.call("query-version") and len(gone()) == 2)
+    ready = next(e["data"] for e in qmp.events if e["event"] == "BLOCK_JOB_READY")
+    r.require(set(ready) == {"type", "device", "len", "offset", "speed"}, f"the event has {ready}")
     qmp.call("blockdev-mirror", **{**start, "target": "far1"})
+    r.wait_for("it is ready", lambda: m.job(disk, "j0")["status"] == "ready")
+    qmp.call("block-job-complete", device="j0")
+    r.wait_for("it ends", lambda: m.job(disk, "j0") is None)
+    r.require(disk.shown() == ("raw", str(far[1])), f"listed as {disk.shown()}")
+    # By the name that QEMU gives the command for all jobs.
+    qmp.call("disk-add", name="far2", format="raw", file=str(image(rig, "qmp-2", "raw")))
+    qmp.call("blockdev-mirror", **{**start, "target": "far2"})
     r.wait_for("it is ready", lambda: m.job(disk, "j0")["status"] == "ready")
     qmp.call("job-complete", id="j0")
     r.wait_for("it ends", lambda: m.job(disk, "j0") is None)
-    r.require(disk.shown() == ("raw", str(far[1])), f"listed as {disk.shown()}")
+    r.require(disk.shown()[1].endswith("qmp-2.raw"), f"listed as {disk.shown()}")
     ended = lambda: [e["data"] for e in qmp.events if e["event"] == "BLOCK_JOB_COMPLETED"]  # noqa: E731
     # A job leaves the list before its end is told.
-    r.wait_for("the events", lambda: qmp.call("query-version") and len(ended()) == 2)
+    r.wait_for("the events", lambda: qmp.call("query-version") and len(ended()) == 3)
     r.require(all("error" not in e and e["type"] == "mirror" for e in ended()), f"the events: {qmp.events}")
     disk.quit()

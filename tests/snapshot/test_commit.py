@@ -5,9 +5,10 @@ import os
 import shutil
 import subprocess
 
+import mirror_model as m
 import pytest
 import rig as r
-from snapshot_model import Disk, Writer, bench, checked, flat, image, point_in_time
+from snapshot_model import BLOCK, MIB, Disk, Writer, bench, checked, flat, image, point_in_time
 
 
 @pytest.mark.parametrize("form", ("raw", "qcow2"))
@@ -139,3 +140,39 @@ def test_a_commit_that_is_cancelled_or_killed(rig, mounts, written):
     again.quit()
     checked(base)
     point_in_time(flat(base, "qcow2", rig.dir / "flat.raw"), [writer], [len(writer.log)])
+
+
+def test_a_target_that_takes_nothing_at_the_end(rig, mounts):
+    """Guests go on in the overlay after 15 s, and the next commit is complete. Two images are files of other daemons: the one that the
+    commit writes, and one below it."""
+    base = r.Daemon(rig, "--disk", f"name=d0,format=raw,file={m.zeroes(rig.dir / 'base.raw', 1)}", name="base")
+    file = rig.dir / "base.mnt"
+    base.cli("export", "add", f"type=fuse,name=f0,disk=d0,mountpoint={file},writable=on,growable=on,passthrough=off")
+    hanging = m.HangingDisk(rig, "top", file)
+    disk, overlay = hanging.disk, rig.dir / "top-over.qcow2"
+    disk.snapshot(overlay)
+    with open(disk.file, "r+b", buffering=0) as f:
+        f.write(b"1" * MIB)
+        os.fsync(f.fileno())
+    disk.cli("commit", "d0", "--no-finalize", "--speed", "max", "--wait", timeout_s=m.QUIET_S)
+    hanging.begin("read")
+    argv = [r.binary("vshunt"), "-c", disk.daemon.control, "job", "finalize", "commit0"]
+    with subprocess.Popen([str(a) for a in argv], stderr=subprocess.PIPE, text=True) as finalizing:
+        hanging.wait_until_held()
+        base.child.suspend()
+        hanging.end()
+        # It ends while the target still hangs.
+        with open(disk.file, "r+b", buffering=0) as f:
+            f.write(b"2" * BLOCK)
+        base.child.resume()
+        _, said = finalizing.communicate(timeout=m.QUIET_S)
+    r.require(finalizing.returncode == 1 and "took nothing for 15 s" in said, f"it said {said!r}")
+    r.require(disk.shown() == ("qcow2", str(overlay)), f"listed as {disk.shown()}")
+    disk.cli("commit", "d0", "--wait", timeout_s=m.QUIET_S)
+    r.require(disk.shown() == ("qcow2", str(file)), f"listed as {disk.shown()}")
+    with open(disk.file, "rb", buffering=0) as f:
+        r.require(f.read(BLOCK) == b"2" * BLOCK and f.read(BLOCK) == b"1" * BLOCK, "the image lacks a write")
+    disk.quit()
+    base.cli("quit", "--force")
+    r.require(base.child.wait() == 0, base.child.tail())
+    hanging.below.quit()

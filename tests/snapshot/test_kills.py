@@ -5,7 +5,7 @@ import subprocess
 import time
 
 import rig as r
-from snapshot_model import BLOCK, MIB, Disk, checked, image
+from snapshot_model import BLOCK, Disk, checked, image, write_synced
 
 # How often the daemon is killed.
 SNAPSHOTS, COMMITS = 10, 8
@@ -21,11 +21,7 @@ def test_kill_9_of_a_snapshot(rig, mounts, marks, rand):
             for block, value in synced.items():
                 got = os.pread(f.fileno(), BLOCK, block * BLOCK)
                 r.require(got == bytes([value]) * BLOCK, f"turn {turn}: block {block} is {got[:2]!r}, not {value}")
-            for _ in range(20):
-                block, value = rand.randrange(32 * MIB // BLOCK), rand.randrange(1, 256)
-                os.pwrite(f.fileno(), bytes([value]) * BLOCK, block * BLOCK)
-                synced[block] = value
-            os.fsync(f.fileno())
+        write_synced(disk.file, rand, synced)
         to = rig.dir / f"killed-{turn}.qcow2"
         command = [r.binary("vshunt"), "-c", disk.daemon.control, "snapshot", "d0", "--to", to]
         cli = subprocess.Popen([str(a) for a in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -66,12 +62,7 @@ def test_kill_9_of_a_commit(rig, mounts, marks, rand):
         if form == "raw":
             overlay = rig.dir / f"ckill-{turn}.qcow2"
             disk.snapshot(overlay)
-        with open(disk.file, "r+b", buffering=0) as f:
-            for _ in range(20):
-                block, value = rand.randrange(32 * MIB // BLOCK), rand.randrange(1, 256)
-                os.pwrite(f.fileno(), bytes([value]) * BLOCK, block * BLOCK)
-                synced[block] = value
-            os.fsync(f.fileno())
+        write_synced(disk.file, rand, synced)
         disk.cli("commit", "d0", "--speed", "max")
         time.sleep(rand.random() * rand.choice((0.02, 0.1, 0.4)))
         disk.kill()

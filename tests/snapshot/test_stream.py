@@ -8,7 +8,7 @@ import time
 
 import pytest
 import rig as r
-from snapshot_model import BLOCK, MIB, Disk, Writer, bench, checked, digest, flat, image, point_in_time, qemu_img
+from snapshot_model import BLOCK, MIB, Disk, Writer, bench, checked, digest, flat, image, point_in_time, qemu_img, write_synced
 
 # How often the daemon is killed.
 KILLS = 6
@@ -117,7 +117,7 @@ def test_streamed_under_load_by_socket(rig):
     base = image(rig, "ssock", "qcow2", 64)
     disk = Disk(rig, base, "qcow2", name="ssock", fuse=False, socket=True)
     load = bench(rig, disk, "ssock-bench", "--range", "48M")
-    turns = 0
+    turns = moved = 0
     for n in range(3):
         time.sleep(0.4)
         overlay = rig.dir / f"ssock-{n}.qcow2"
@@ -127,10 +127,11 @@ def test_streamed_under_load_by_socket(rig):
         end = time.monotonic() + 0.4
         while time.monotonic() < end:
             disk.daemon.attach(f"e0:{turns % 2}", (turns // 2) % 2)
-            disk.cli("attach", f"{job}:0", str(turns % 2), check=False)
+            moved += disk.cli("attach", f"{job}:0", str(turns % 2), check=False).returncode == 0
             turns += 1
         disk.cli("job", "speed", job, "max")
         disk.cli("job", "wait", job, timeout_s=120)
+    r.require(moved, "the queue of the job never moved")
     r.require(load.interrupt() == 0, f"the load failed: {load.tail()}")
     disk.quit()
     r.require(alone(overlay), "it still names a backing file")
@@ -194,14 +195,13 @@ def test_killed_at_any_moment(rig, mounts, rand, request):
             below, overlay = overlay, rig.dir / f"skill-over-{turn}.qcow2"
             disk.snapshot(overlay)
             r.require(below.exists(), "the image below is gone")
-        disk.cli("stream", "d0", "--speed", rand.choice(("max", "60M")))
-        with open(disk.file, "r+b", buffering=0) as f:
-            for _ in range(20):
-                block, value = rand.randrange(32 * MIB // BLOCK), rand.randrange(1, 256)
-                os.pwrite(f.fileno(), bytes([value]) * BLOCK, block * BLOCK)
-                synced[block] = value
-            os.fsync(f.fileno())
-        time.sleep(rand.random() * rand.choice((0.02, 0.1, 0.4)))
+        at_the_end = turn % 2
+        disk.cli("stream", "d0", "--speed", "max" if at_the_end else rand.choice(("max", "60M")))
+        write_synced(disk.file, rand, synced)
+        if at_the_end:
+            r.wait_for("it is over", lambda o=overlay: alone(o), every_s=0)
+        else:
+            time.sleep(rand.random() * rand.choice((0.02, 0.1, 0.4)))
         disk.kill()
     disk = Disk(rig, overlay, "qcow2", name="skill-last")
     check(disk, "at the end")
@@ -212,4 +212,24 @@ def test_killed_at_any_moment(rig, mounts, rand, request):
     base.unlink()
     r.require(alone(overlay), "it still names a backing file")
     checked(overlay)
-    rig.say(f"{ended} streams were over when the daemon was killed")
+    r.require(ended, "no stream was over when the daemon was killed")
+
+
+def test_streamed_after_a_commit_that_was_cancelled(rig, marks):
+    """The image below has neither a snapshot nor a disk then, and is not opened for writing."""
+    base = image(rig, "mixed", "qcow2")
+    disk = Disk(rig, base, "qcow2", name="mixed", fuse=False, socket=True)
+    overlay = rig.dir / "mixed-over.qcow2"
+    disk.snapshot(overlay)
+    write = [r.binary("vshunt-bench"), "blk", "--socket", disk.socket, "--rw", "write", "--bs", "64k", "--quiet", "--range", "8M", "--ios", "128"]
+    r.run(write)
+    job = disk.cli("commit", "d0", "--speed", "64K").stdout.strip()
+    disk.cli("job", "cancel", job)
+    disk.cli("stream", "d0", "--wait", timeout_s=120)
+    r.require({"user.vshunt.overlay", "user.vshunt.committing"} <= set(os.listxattr(base)), f"marked as {os.listxattr(base)}")
+    other = r.Daemon(rig, "--allow-path", rig.dir, name="mixed-other")
+    for _ in range(2):
+        r.message_of(other.cli("disk", "add", f"name=d0,format=qcow2,file={base}", check=False), base.name, "a commit to it", "remove")
+    other.cli("disk", "add", f"name=d0,format=qcow2,file={base},readonly=on")
+    r.require(other.child.stop() == 0, other.child.tail())
+    disk.quit()

@@ -1,9 +1,13 @@
 """Tests snapshots of several disks at one point in time."""
 
+import collections
 import json
+import os
+import subprocess
+import time
 
 import rig as r
-from snapshot_model import BLOCK, Pair, flat, number_of
+from snapshot_model import BLOCK, OVERLAY, Pair, flat, number_of
 
 
 def latest(rig, path):
@@ -74,3 +78,49 @@ def test_all_or_none(rig, mounts):
     pair.stop()
     pair.daemon.cli("quit", "--force")
     r.require(pair.daemon.child.wait() == 0, pair.daemon.child.tail())
+
+
+def is_below(path):
+    """Whether an image is marked as being below an overlay."""
+    return OVERLAY in os.listxattr(path)
+
+
+def test_kill_9(rig, mounts, marks, rand):
+    """Each disk is in its old image or in its overlay, by the name that is not refused, and has all writes: those of the first disk
+    that the second one has, too."""
+    found = collections.Counter()
+    for turn in range(6):
+        pair = Pair(rig, f"killed-{turn}")
+        r.wait_for("writes", lambda p=pair: p.number > 50 or p.error)
+        to = [rig.dir / f"killed-{turn}-{n}-over.qcow2" for n in range(2)]
+        argv = [r.binary("vshunt"), "-c", pair.daemon.control, "snapshot", "d0", "--to", to[0], "--and", f"d1={to[1]}"]
+        with subprocess.Popen([str(a) for a in argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as snapping:
+            while not is_below(pair.paths[turn % 2]) and snapping.poll() is None:
+                pass
+            time.sleep(rand.random() * rand.choice((0.001, 0.01)))
+            done = pair.number
+            pair.daemon.child.kill()
+            snapping.wait(r.WAIT_S)
+        for file in pair.files:
+            subprocess.run(["umount", "-l", str(file)], capture_output=True, check=False)
+        pair._stop.set()
+        pair._thread.join(r.WAIT_S)
+        opened, numbers, where = r.Daemon(rig, name=f"killed-{turn}-again"), [], ""
+        for n in range(2):
+            add = lambda path, n=n, d=opened: d.cli("disk", "add", f"name=d{n},format=qcow2,file={path}", check=False)  # noqa: E731
+            old = add(pair.paths[n])
+            where += "old " if old.returncode == 0 else "overlay "
+            if old.returncode:
+                r.message_of(old, "overlay", to[n].name)
+                r.require(add(to[n]).returncode == 0, f"d{n} can be opened by neither name")
+            file = rig.dir / f"killed-{turn}-{n}.seen"
+            opened.cli("export", "add", f"type=fuse,name=f{n},disk=d{n},mountpoint={file},passthrough=off")
+            data = file.read_bytes()
+            numbers.append(max(number_of(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)))
+        found[where.strip()] += 1
+        first, second = numbers
+        r.require(first in (second, second + 1) and second >= done, f"d0 has {first}, d1 has {second}, and {done} were done")
+        opened.cli("quit", "--force")
+        r.require(opened.child.wait() == 0, opened.child.tail())
+    rig.say(f"where the disks were after a kill: {dict(found)}")
+    r.require(any("overlay" in where for where in found), f"no kill came after a switch: {found}")

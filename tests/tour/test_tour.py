@@ -69,7 +69,7 @@ def served(rig, page, after, before="exec "):
 def test_readme_disk(rig):
     """README's commands for a disk in use, from serving it to the daemon's end."""
     child = served(rig, README, "## A disk for a virtual machine")
-    shell(rig, block(README, "While the guest runs:"))
+    shell(rig, block(README, "While the guest runs, in a third terminal:"))
     r.require(child.wait() == 0, child.tail())
 
 

@@ -200,8 +200,13 @@ impl Disk {
         change: impl FnOnce(&mut Image<'_>, &Closed) -> Result<R>,
     ) -> Result<R> {
         if !self.is_qcow2() || self.readonly {
-            let what = if self.readonly { "is open with readonly=on" } else { "is no qcow2 image" };
-            return Err(Error::invalid(format!("disk {} {what}, and cannot be changed so", now.name)));
+            let what = match self.readonly {
+                true => "is open with readonly=on, and cannot be changed",
+                false => {
+                    "is no qcow2 image, which this needs; 'vshunt snapshot --to' and 'vshunt resize' work for raw ones"
+                }
+            };
+            return Err(Error::invalid(format!("disk {} {what}", now.name)));
         }
         let mut done = None;
         self.replace(now, now, &[], |closed| {

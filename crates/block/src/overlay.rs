@@ -171,9 +171,7 @@ impl Disk {
             }
         }
     }
-}
 
-impl Disk {
     /// Undoes [`switch_to_overlay`](Self::switch_to_overlay), which was called while the same drain
     /// lasted: the overlay has nothing of its own. `now` is the description that it returned.
     ///

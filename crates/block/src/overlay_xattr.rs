@@ -83,6 +83,10 @@ pub fn check_chain(path: &Path, readonly: bool) -> Result<()> {
              readonly=on; or remove {over} to go back to the snapshot ('setfattr -x {OVERLAY} {shown}' if you know that \
              {shown} is not its backing image)"
         ))),
+        Ok(false) if read(path, COMMITTING).is_some() => Err(Error::busy(format!(
+            "{shown} has neither a snapshot nor all of a disk: a commit to it from {over} did not end, and that does not have \
+             it as its backing image any more; remove {shown} ('setfattr -x {OVERLAY} {shown}' if you know better)"
+        ))),
         Ok(false) => {
             tracing::warn!(
                 "{shown} is marked as having an overlay {over}, which does not have it as its backing image any more: unmarked"
@@ -93,8 +97,8 @@ pub fn check_chain(path: &Path, readonly: bool) -> Result<()> {
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied && sandbox::bounds_paths() => Err(Error::new(
             Kind::Io,
             format!(
-                "{shown} is marked as having an overlay {over}, which cannot be looked at: {e}. If its mode permits that, the \
-                 sandbox does not: start the daemon with --allow-path={} ('setfattr -x {OVERLAY} {shown}' only if you know \
+                "{shown} has a snapshot's overlay {over}, as it is marked: use that (format=qcow2). It cannot be looked at: {e}. \
+                 If its mode permits that, the sandbox does not: if it is gone, start the daemon with --allow-path={} ('setfattr -x {OVERLAY} {shown}' only if you know \
                  that there is no overlay)",
                 folder_of(&overlay).display()
             ),

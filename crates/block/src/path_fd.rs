@@ -121,6 +121,11 @@ impl PathFd {
     }
 }
 
+/// Returns whether a file has the name of a qcow2 image.
+pub fn has_name_of_qcow2(path: &Path) -> bool {
+    path.extension().is_some_and(|end| end.eq_ignore_ascii_case("qcow2"))
+}
+
 /// Looks up, checks and opens an image for reading, and for writing if `write`.
 ///
 /// # Errors

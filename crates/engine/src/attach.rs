@@ -382,7 +382,7 @@ impl QueueSet {
         Err(Error::busy(match slot.stalled() {
             "" => format!(
                 "queue {name}:{index} still had requests in flight after {ms} ms and stays on worker {worker}; \
-                 try again, or give it more time"
+                 try again when they have ended"
             ),
             stalled => format!(
                 "queue {name}:{index} cannot leave worker {worker}{stalled}; it has {in_flight} requests in flight and is \

@@ -264,7 +264,11 @@ fn what_is_unclear_is_refused_with_the_remedy() {
     create(&["-b", "disk.img", "-F", "raw", "overlay.qcow2"]);
     // A guest that writes this into its raw disk would read any file of the host.
     create(&["-b", "/etc/passwd", "-F", "raw", "guest.img", "1M"]);
-    let cases: [(&[&str], &str); 11] = [
+    let cases: [(&[&str], &str); 12] = [
+        (
+            &["none.qcow2"],
+            "there is no file none.qcow2; make one: vshunt image create -f qcow2 none.qcow2 20G",
+        ),
         (
             &["none.img"],
             "there is no file none.img; make one: truncate -s 20G none.img, or vshunt image create",

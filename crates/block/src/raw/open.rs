@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicI32, AtomicU8};
 use qcow2::header::Header;
 use rustix::mm::ProtFlags;
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{Cache, Direct, DiskSpec};
+use vshunt_types::spec::{Cache, Direct, DiskSpec, Format};
 
 use super::probe::{self, Device, FileSystem};
 use super::{Durable, Raw, SharedFile, ZERO_BYTES, method};
@@ -20,7 +20,7 @@ use crate::bounce::BOUNCE_ALIGN;
 use crate::limits::{Limits, SECTOR_BYTES, why_no_size};
 use crate::lock;
 use crate::memory::Mapping;
-use crate::path_fd::{PathFd, open_image};
+use crate::path_fd::{PathFd, has_name_of_qcow2, open_image};
 
 /// Opens, locks and probes the image of `spec`.
 pub(crate) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
@@ -35,7 +35,7 @@ pub(crate) fn open_part(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
 fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
     let Some(path) = &spec.file else { return Err(no_image(spec)) };
     let shown = path.display();
-    let path_fd = PathFd::open(path).map_err(|e| open_error(path, spec.readonly, e))?;
+    let path_fd = PathFd::open(path).map_err(|e| open_error(path, spec, e))?;
     path_fd.check(path)?;
     let (file, direct) = open_file(&path_fd, path, spec)?;
     // After the file is open: NFS then learns what it is, and overlayfs may replace it by another
@@ -176,15 +176,15 @@ pub(crate) fn begins_as_qcow2(path: &Path) -> Option<String> {
 fn open_file(path_fd: &PathFd, path: &Path, spec: &DiskSpec) -> Result<(File, bool)> {
     let open_with = |flags| path_fd.reopen(!spec.readonly, flags);
     if spec.direct == Direct::Off {
-        return open_with(0).map(|f| (f, false)).map_err(|e| open_error(path, spec.readonly, e));
+        return open_with(0).map(|f| (f, false)).map_err(|e| open_error(path, spec, e));
     }
     match open_with(libc::O_DIRECT) {
         Ok(file) => Ok((file, true)),
-        Err(e) if e.raw_os_error() != Some(libc::EINVAL) => Err(open_error(path, spec.readonly, e)),
+        Err(e) if e.raw_os_error() != Some(libc::EINVAL) => Err(open_error(path, spec, e)),
         Err(_) if spec.direct == Direct::On => Err(no_direct(path, "its file system has no O_DIRECT")),
         Err(_) => match open_with(0) {
             Ok(file) => Ok((file, false)),
-            Err(e) => Err(open_error(path, spec.readonly, e)),
+            Err(e) => Err(open_error(path, spec, e)),
         },
     }
 }
@@ -193,7 +193,8 @@ fn no_direct(path: &Path, why: impl Display) -> Error {
     Error::unsupported(format!("{} cannot be used with direct=on: {why}; use direct=auto", path.display()))
 }
 
-fn open_error(path: &Path, readonly: bool, e: io::Error) -> Error {
+fn open_error(path: &Path, spec: &DiskSpec, e: io::Error) -> Error {
+    let readonly = spec.readonly;
     let shown = path.display();
     match e.raw_os_error() {
         Some(libc::ENOENT) if path.starts_with("/dev") && !path.starts_with("/dev/shm") => {
@@ -202,9 +203,13 @@ fn open_error(path: &Path, readonly: bool, e: io::Error) -> Error {
         Some(libc::ENOENT) if path.parent().is_some_and(|p| !p.as_os_str().is_empty() && !p.exists()) => {
             Error::not_found(format!("there is no image {shown}, nor its folder"))
         }
-        Some(libc::ENOENT) => Error::not_found(format!(
-            "there is no image {shown}; truncate -s 10G {shown} would make one of 10 GiB"
-        )),
+        Some(libc::ENOENT) => {
+            let makes = match spec.format() == Format::Qcow2 || has_name_of_qcow2(path) {
+                true => format!("vshunt image create -f qcow2 {shown} 10G"),
+                false => format!("truncate -s 10G {shown}"),
+            };
+            Error::not_found(format!("there is no image {shown}; {makes} would make one of 10 GiB"))
+        }
         Some(libc::EROFS) if !readonly => Error::io(
             format_args!("cannot open {shown} for writing (add readonly=on to serve it read-only)"),
             e,
@@ -277,7 +282,7 @@ fn align(
 
 /// Opens the same file again, without O_DIRECT.
 fn open_buffered(path_fd: &PathFd, path: &Path, spec: &DiskSpec) -> Result<SharedFile> {
-    let second = path_fd.reopen(!spec.readonly, 0).map_err(|e| open_error(path, spec.readonly, e))?;
+    let second = path_fd.reopen(!spec.readonly, 0).map_err(|e| open_error(path, spec, e))?;
     // An error is ignored: the call only switches read-ahead off.
     // SAFETY: posix_fadvise takes no pointers.
     unsafe { libc::posix_fadvise(second.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };

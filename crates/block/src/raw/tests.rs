@@ -506,6 +506,11 @@ fn what_is_no_image_is_refused() {
     };
     use ErrorKind::{Invalid, Io, NotFound};
     fails(&raw_spec(&file("none")), NotFound, &["there is no image", "none; truncate -s 10G"]);
+    fails(
+        &raw_spec(&file("none.qcow2")),
+        NotFound,
+        &["none.qcow2; vshunt image create -f qcow2", "10G would make"],
+    );
     fails(&raw_spec(dir.path()), Invalid, &["is a directory"]);
     fails(&raw_spec("/dev/zero".as_ref()), Invalid, &["/dev/zero is a character device"]);
     fails(&raw_spec("/proc/self/mem".as_ref()), Invalid, &["/proc/self/mem is on proc"]);

@@ -131,9 +131,9 @@ impl Daemon {
         let job = self.running(id)?;
         match job.kind {
             JobKind::Mirror => self.mirror_complete(&job, switch, hold.unwrap_or(HOLD)),
-            _ if hold.is_some() => {
-                Err(Error::invalid(format!("job {id} is no mirror, and holds no guests; leave out hold")))
-            }
+            _ if hold.is_some() => Err(Error::invalid(format!(
+                "job {id} is no mirror, and holds no guests; leave out --hold (hold-ms)"
+            ))),
             JobKind::Backup | JobKind::Commit | JobKind::Stream => Err(Error::invalid(format!(
                 "job {id} completes by itself when all is copied; only a mirror is completed by a command"
             ))),
@@ -148,7 +148,8 @@ impl Daemon {
         let job = self.running(id)?;
         if job.auto_finalize {
             return Err(Error::invalid(format!(
-                "job {id} finalizes by itself; only one that was started with auto-finalize=false is finalized by a command"
+                "job {id} finalizes by itself; only one that was started with --no-finalize (auto-finalize false) is finalized by a \
+                 command"
             )));
         }
         {

@@ -44,11 +44,21 @@ pub(crate) fn backup(client: &mut Client, command: BackupCommand, quiet: bool) -
     };
     match wait {
         true => {
-            let results: Vec<_> = ids.iter().map(|id| wait_and_dismiss(client, id, quiet)).collect();
-            results.into_iter().collect()
+            let results = ids.iter().map(|id| wait_and_dismiss(client, id, quiet));
+            all_of(results.filter_map(Outcome::err).collect())
         }
         false => ids.into_iter().try_for_each(print_line),
     }
+}
+
+/// Returns the outcome of several jobs, of which these have failed. A job is gone when its outcome
+/// is known, so each failure is told.
+fn all_of(mut failures: Vec<Failure>) -> Outcome {
+    if failures.len() < 2 {
+        return failures.pop().map_or(Ok(()), Err);
+    }
+    let code = failures.iter().map(Failure::code).max().unwrap_or(1);
+    Err(Failure::Lines(code, failures.iter().map(ToString::to_string).collect()))
 }
 
 /// Starts a job on the overlay of a disk, with that command: a commit or a stream.
@@ -95,17 +105,30 @@ pub(crate) fn mirror(client: &mut Client, args: MirrorArgs, quiet: bool) -> Outc
     if !wait {
         return print_line(&id);
     }
-    wait_for(client, &id, Some(0), quiet)?;
     if !switch {
-        return Ok(());
+        return wait_for(client, &id, Some(0), quiet);
     }
+    // What it says when it is ready, this command does.
+    wait_quietly(client, &id, Some(0), quiet)?;
     complete(client, &id, true, args.hold)?;
     // Another client may have dismissed it, or the daemon has ended.
     let _ = send(client, "job-dismiss", json!({ "id": id }));
-    match quiet {
-        true => Ok(()),
-        false => print(&format!("{} continues in the target\n", one_line(&spec.disk))),
+    tell_switched(client, &spec.disk, quiet)
+}
+
+/// Prints where a disk is that a mirror has moved.
+fn tell_switched(client: &mut Client, disk: &str, quiet: bool) -> Outcome {
+    let disks: Vec<DiskInfo> = call(client, "query-disks", json!({}))?;
+    let file = disks.iter().find(|there| there.spec.name == disk).and_then(|there| there.spec.file.as_ref());
+    match file.filter(|_| !quiet) {
+        Some(file) => print_line(&continues_in(disk, file)),
+        None => Ok(()),
     }
+}
+
+/// Returns the line for a disk that continues in another file.
+pub(super) fn continues_in(disk: &str, file: &Path) -> String {
+    format!("{disk} continues in {}; serve it by this name from now on", file.display())
 }
 
 /// Returns the files that the daemon needs for a file that a job makes: the folder, or a device.
@@ -166,10 +189,14 @@ pub(crate) fn job(client: &mut Client, command: JobCommand, quiet: bool) -> Outc
             }
             Ok(())
         }
-        JobCommand::Complete { job, no_switch, hold } => match complete(client, &job, !no_switch, hold)? {
-            End::Pending if !quiet => print(&finalize(&one_line(&job))),
-            _ => Ok(()),
-        },
+        JobCommand::Complete { job, no_switch, hold } => {
+            let disk = jobs(client)?.into_iter().find(|there| there.id == job).map(|there| there.disk);
+            match (complete(client, &job, !no_switch, hold)?, disk.filter(|_| !no_switch)) {
+                (End::Pending, _) if !quiet => print(&finalize(&one_line(&job))),
+                (End::Over, Some(disk)) => tell_switched(client, &disk, quiet),
+                _ => Ok(()),
+            }
+        }
         JobCommand::Finalize { job } => {
             send(client, "job-finalize", json!({ "id": job }))?;
             wait_for_result(client, &job, false).map(|_| ())
@@ -251,7 +278,13 @@ fn wait_and_dismiss(client: &mut Client, id: &str, quiet: bool) -> Outcome {
 /// Waits until a job has ended, or a mirror is ready. Prints what was copied during the wait, and
 /// the rate. `before`: the bytes that were done when the wait began, if that is known. Fails with
 /// the job's error if the job failed.
-fn wait_for(client: &mut Client, id: &str, mut before: Option<u64>, quiet: bool) -> Outcome {
+fn wait_for(client: &mut Client, id: &str, before: Option<u64>, quiet: bool) -> Outcome {
+    let said = wait_quietly(client, id, before, quiet)?;
+    if quiet { Ok(()) } else { print(&said) }
+}
+
+/// Does what [`wait_for`] does, and returns the line instead of printing it.
+fn wait_quietly(client: &mut Client, id: &str, mut before: Option<u64>, quiet: bool) -> Outcome<String> {
     let (mut bar, start) = (Bar::bytes(id, quiet, false), Instant::now());
     loop {
         let jobs = jobs(client)?;
@@ -260,30 +293,21 @@ fn wait_for(client: &mut Client, id: &str, mut before: Option<u64>, quiet: bool)
         };
         let before = *before.get_or_insert(job.done_bytes);
         bar.set(job.done_bytes, job.total_bytes.max(1));
-        if job.status == JobStatus::Ready {
-            drop(bar);
-            return match quiet {
-                true => Ok(()),
-                false => print(&ready(&one_line(id), before, job.done_bytes, start.elapsed())),
-            };
-        }
-        if job.status == JobStatus::Pending && !job.auto_finalize {
-            drop(bar);
-            return match quiet {
-                true => Ok(()),
-                false => print(&pending(&one_line(id), before, job.done_bytes, start.elapsed())),
-            };
-        }
-        if job.status == JobStatus::Concluded {
-            drop(bar);
-            return match (&job.error, job.cancelled) {
-                (Some(why), _) => Err(Failure::Failed(format!("job {id} failed: {why}"))),
-                (None, true) => Err(Failure::Failed(format!("job {id} was cancelled"))),
-                (None, false) if quiet => Ok(()),
-                (None, false) => print(&ended(&one_line(id), before, job.done_bytes, start.elapsed())),
-            };
-        }
-        std::thread::sleep(JOB_QUERY_INTERVAL);
+        let line: fn(&str, u64, u64, Duration) -> String = match job.status {
+            JobStatus::Ready => ready,
+            JobStatus::Pending if !job.auto_finalize => pending,
+            JobStatus::Concluded => match (&job.error, job.cancelled) {
+                (Some(why), _) => return Err(Failure::Failed(format!("job {id} failed: {why}"))),
+                (None, true) => return Err(Failure::Failed(format!("job {id} was cancelled"))),
+                (None, false) => ended,
+            },
+            _ => {
+                std::thread::sleep(JOB_QUERY_INTERVAL);
+                continue;
+            }
+        };
+        drop(bar);
+        return Ok(line(&one_line(id), before, job.done_bytes, start.elapsed()));
     }
 }
 

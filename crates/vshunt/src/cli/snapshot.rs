@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use super::args::snapshot::SnapshotArgs;
 use super::call::{absolute, send};
 use super::client::Client;
+use super::jobs::continues_in;
 use super::passing::{self, Wanted};
 use crate::outcome::{Outcome, print_line};
 
@@ -34,7 +35,7 @@ fn external(client: &mut Client, all: Vec<(String, PathBuf)>, existing: bool, qu
         let file = absolute(Some(file))?.unwrap_or_default();
         wanted.extend(Wanted::folder_of(&file));
         made.extend(Wanted::file(&file, true));
-        said.push(format!("{disk} continues in {}; serve it by this name from now on", file.display()));
+        said.push(continues_in(&disk, &file));
         actions.push(json!({ "device": disk, "snapshot-file": file, "format": "qcow2", "mode": mode }));
     }
     let action = |data: Value| json!({ "type": "blockdev-snapshot-sync", "data": data });

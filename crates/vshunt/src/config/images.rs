@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use qcow2::header::Header;
 use rustix::fs::Access;
-use vshunt_block::open_image;
+use vshunt_block::{has_name_of_qcow2, open_image};
 use vshunt_types::spec::{DiskSpec, ExportKind, ExportSpec, Format};
 
 use super::Setup;
@@ -149,7 +149,7 @@ fn probe(image: &Path) -> Outcome<Format> {
     let shown = image.display();
     let keys = |format: &str| format!("--disk file={shown},format={format} and --export");
     let start = read(image, foreign::START_BYTES)?;
-    let named = image.extension().is_some_and(|end| end.eq_ignore_ascii_case("qcow2"));
+    let named = has_name_of_qcow2(image);
     if let Some(version) = Header::probe(&start) {
         if !Header::knows(version) {
             return Err(Failure::Usage(format!(
@@ -200,6 +200,9 @@ fn read(image: &Path, most: usize) -> Outcome<Vec<u8>> {
     let file = open_image(image, false).map_err(|e| match e.kind() {
         io::ErrorKind::NotFound if image.to_string_lossy().contains('=') => Failure::Usage(format!(
             "there is no file {shown}; the keys of an option are joined by commas, without spaces: --disk KEY=VALUE,KEY=VALUE"
+        )),
+        io::ErrorKind::NotFound if has_name_of_qcow2(image) => Failure::Usage(format!(
+            "there is no file {shown}; make one: vshunt image create -f qcow2 {shown} 20G"
         )),
         io::ErrorKind::NotFound => Failure::Usage(format!(
             "there is no file {shown}; make one: truncate -s 20G {shown}, or vshunt image create -f qcow2 disk.qcow2 20G"

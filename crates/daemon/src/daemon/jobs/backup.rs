@@ -10,6 +10,7 @@ use vshunt_types::spec::{BackupSpec, Format, JobKind};
 
 use super::fleece;
 use super::point::{Point, StartedBitmap, check_complete, release_source, restore_bitmap, start_bitmap};
+use super::rounds::sync;
 use super::run::{CopyPlan, JobBody};
 use super::target::{Target, Wanted};
 use crate::daemon::Daemon;
@@ -43,12 +44,8 @@ impl Daemon {
         let id = self.job_name(spec.job.as_deref(), "backup")?;
         let size = entry.disk.size_bytes();
         let fleece = spec.fleece.as_deref().map(|path| fleece::open(path, size, &id)).transpose()?;
-        let shown = match (&spec.to, &spec.target) {
-            (Some(path), _) => path.display().to_string(),
-            (None, name) => format!("disk {}", name.as_deref().unwrap_or_default()),
-        };
         let options = JobOptions { speed: spec.speed, auto_finalize: spec.auto_finalize, auto_dismiss };
-        let mut job = Job::new(&id, JobKind::Backup, &spec.disk, shown, options);
+        let mut job = Job::new(&id, JobKind::Backup, &spec.disk, wanted(spec).shown(), options);
         job.fleece.clone_from(&spec.fleece);
         let job = Arc::new(job);
         let target = self.open_target(&wanted(spec), &id, entry)?;
@@ -93,7 +90,7 @@ impl Daemon {
             let copied = daemon.copy(job, plan).and_then(|()| daemon.await_finalize(job));
             let copied = job.decide(copied);
             daemon.tell_status(job);
-            cleanup.end(daemon, copied)
+            cleanup.end(daemon, job, copied)
         });
     }
 }
@@ -143,8 +140,8 @@ struct Cleanup {
 
 impl Cleanup {
     /// Makes the target stable, and releases all that the job had.
-    fn end(self, daemon: &Daemon, copied: Result<()>) -> Result<()> {
-        let result = copied.and_then(|()| self.make_stable());
+    fn end(self, daemon: &Daemon, job: &Job, copied: Result<()>) -> Result<()> {
+        let result = copied.and_then(|()| self.make_stable(job));
         let Self { entry, work, started, target, fleece: _fleece } = self;
         if result.is_err() {
             // The queue may never have run. No write may wait for it.
@@ -164,14 +161,12 @@ impl Cleanup {
     }
 
     /// Makes the target stable.
-    fn make_stable(&self) -> Result<()> {
+    fn make_stable(&self, job: &Job) -> Result<()> {
         if let Some(file) = &self.fleece {
             // Old data that was read back may be wrong if its write-back failed.
             file.sync().map_err(|e| Error::io("the fleecing file cannot be written", e))?;
         }
-        let target = &self.target;
-        let synced = target.disk.sync().and_then(|()| target.disk.sync());
-        synced.map_err(|e| Error::io("the backup cannot be made stable", e))
+        sync(job, &self.target.disk)
     }
 }
 
@@ -180,7 +175,7 @@ fn wanted(spec: &BackupSpec) -> Wanted<'_> {
     Wanted {
         to: spec.to.as_deref(),
         disk: spec.target.as_deref(),
-        format: spec.format.unwrap_or(Format::Qcow2),
+        format: spec.format,
         overwrite: spec.overwrite,
         backing: spec.backing.as_deref(),
         stays_open: false,
@@ -190,18 +185,9 @@ fn wanted(spec: &BackupSpec) -> Wanted<'_> {
 /// Checks the request itself.
 fn check(spec: &BackupSpec) -> Result<()> {
     let wrong = |why: &str| Err(Error::invalid(format!("backup of disk {}: {why}", spec.disk)));
-    let qcow2 = spec.format.unwrap_or(Format::Qcow2) == Format::Qcow2;
-    match (&spec.to, &spec.target) {
-        (None, None) => return wrong("where to? give a file, or a disk as its target"),
-        (Some(_), Some(_)) => return wrong("a file and a disk as its target are given; choose one"),
-        (None, Some(_)) if spec.format.is_some() || spec.overwrite || spec.backing.is_some() => {
-            return wrong("format, overwrite and backing are of a file; leave them out");
-        }
-        _ => {}
-    }
-    if !matches!(spec.format, None | Some(Format::Qcow2 | Format::Raw)) {
-        return wrong("the format of a backup is qcow2 or raw");
-    }
+    let wanted = wanted(spec);
+    wanted.check(&format!("backup of disk {}", spec.disk))?;
+    let qcow2 = wanted.format() == Format::Qcow2;
     if spec.compress && (!qcow2 || spec.target.is_some()) {
         return wrong("only a new qcow2 file can be compressed; leave out compress");
     }

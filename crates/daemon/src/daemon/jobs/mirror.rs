@@ -83,12 +83,8 @@ impl Daemon {
         let _op = entry.op_lock();
         let exports = self.exports_for_job(&entry)?;
         let id = self.job_name(spec.job.as_deref(), "mirror")?;
-        let shown = match (&spec.to, &spec.target) {
-            (Some(path), _) => path.display().to_string(),
-            (None, target) => format!("disk {}", target.as_deref().unwrap_or_default()),
-        };
         let options = JobOptions { speed: spec.speed, auto_finalize: spec.auto_finalize, auto_dismiss };
-        let job = Job::new(&id, JobKind::Mirror, name, shown, options);
+        let job = Job::new(&id, JobKind::Mirror, name, wanted(spec).shown(), options);
         job.state().copy_mode = Some(spec.copy_mode.unwrap_or_default());
         let job = Arc::new(job);
         if let Some(bitmap) = &spec.incremental {
@@ -422,9 +418,11 @@ impl Mirror {
     fn old_image_hangs(&self, job: &Job) -> Error {
         Error::busy(format!(
             "the image of disk {} took nothing for {} s, so the disk cannot leave it: complete the job again when its \
-             storage answers, or cancel the job, remove the exports of the disk and use {}",
+             storage answers, or end it with a complete copy ('vshunt job complete {} --no-switch'), remove the exports of \
+             the disk and use {}",
             self.rounds.entry.name,
             STALL.as_secs(),
+            job.id,
             job.target
         ))
     }
@@ -626,23 +624,16 @@ fn warn_of_bitmaps(entry: &DiskEntry, target: &Target, job: &Job) {
 /// Checks the request itself.
 fn check(spec: &MirrorSpec) -> Result<()> {
     let wrong = |why: &str| Err(Error::invalid(format!("mirror of disk {}: {why}", spec.disk)));
-    match (&spec.to, &spec.target) {
-        (None, None) => wrong("where to? give a file, or a disk as its target"),
-        (Some(_), Some(_)) => wrong("a file and a disk as its target are given; choose one"),
-        (None, Some(_)) if spec.format.is_some() || spec.overwrite => {
-            wrong("format and overwrite are of a file; leave them out")
-        }
-        (Some(_), _) if spec.bitmap.is_some() || spec.incremental.is_some() => wrong(
+    wanted(spec).check(&format!("mirror of disk {}", spec.disk))?;
+    if spec.to.is_some() && (spec.bitmap.is_some() || spec.incremental.is_some()) {
+        return wrong(
             "a file is removed if the mirror fails, so no bitmap can tell what it lacks; give a disk as the target",
-        ),
-        _ if spec.bitmap.is_some() && spec.incremental.is_some() => {
-            wrong("an incremental mirror restarts its bitmap by itself; leave out bitmap")
-        }
-        _ if !matches!(spec.format, None | Some(Format::Qcow2 | Format::Raw)) => {
-            wrong("the format of a file is qcow2 or raw")
-        }
-        _ => Ok(()),
+        );
     }
+    if spec.bitmap.is_some() && spec.incremental.is_some() {
+        return wrong("an incremental mirror restarts its bitmap by itself; leave out bitmap");
+    }
+    Ok(())
 }
 
 /// Checks that the disk can continue in the target.
@@ -678,8 +669,9 @@ fn check_survives(source: &DiskEntry, exports: &[Arc<Export>], target: &Target, 
         return Ok(());
     }
     Err(Error::unsupported(format!(
-        "{} may lose completed writes when the daemon is killed, and guests of disk {1} count on it that none is lost: give \
-         the target direct=on or cache=writethrough, or remove the exports of {1} first",
+        "{} may lose completed writes when the daemon is killed, and guests of disk {1} count on it that none is lost: use a \
+         raw target, or a qcow2 image that can have a map journal ('qemu-img amend -f qcow2 -o compat=1.1 FILE' makes \
+         one of version 2 so), or remove the exports of {1} first",
         job.target, source.name
     )))
 }
@@ -689,7 +681,7 @@ fn wanted(spec: &MirrorSpec) -> Wanted<'_> {
     Wanted {
         to: spec.to.as_deref(),
         disk: spec.target.as_deref(),
-        format: spec.format.unwrap_or(Format::Qcow2),
+        format: spec.format,
         overwrite: spec.overwrite,
         backing: None,
         stays_open: true,

@@ -17,14 +17,53 @@ pub(super) struct Wanted<'a> {
     pub(super) to: Option<&'a Path>,
     /// The name of the disk.
     pub(super) disk: Option<&'a str>,
-    /// The format of the file.
-    pub(super) format: Format,
+    /// The format of the file. None: qcow2.
+    pub(super) format: Option<Format>,
     /// Whether an existing file is replaced.
     pub(super) overwrite: bool,
     /// The backing image of the file.
     pub(super) backing: Option<&'a Path>,
     /// Whether the file stays open when it is complete, because the source continues in it.
     pub(super) stays_open: bool,
+}
+
+impl Wanted<'_> {
+    /// Checks the request itself. `job`: what asks, for messages.
+    ///
+    /// # Errors
+    /// `Invalid`, with the remedy.
+    pub(super) fn check(&self, job: &str) -> Result<()> {
+        let of_file = [
+            ("format", self.format.is_some()),
+            ("overwrite", self.overwrite),
+            ("backing", self.backing.is_some()),
+        ];
+        let why = match (self.to, self.disk, of_file.into_iter().find(|(_, given)| *given)) {
+            (None, None, _) => "where to? give a file, or a disk as its target".to_owned(),
+            (Some(_), Some(_), _) => "a file and a disk as its target are given; choose one".to_owned(),
+            (None, Some(_), Some((key, _))) => {
+                format!("{key} is for a file that is made, not for a disk as the target; leave it out")
+            }
+            _ if !matches!(self.format(), Format::Qcow2 | Format::Raw) => {
+                "the format of a file is qcow2 or raw".to_owned()
+            }
+            _ => return Ok(()),
+        };
+        Err(Error::invalid(format!("{job}: {why}")))
+    }
+
+    /// Returns the format of the file.
+    pub(super) fn format(&self) -> Format {
+        self.format.unwrap_or(Format::Qcow2)
+    }
+
+    /// Returns what it is, for lists and messages.
+    pub(super) fn shown(&self) -> String {
+        match self.to {
+            Some(path) => path.display().to_string(),
+            None => format!("disk {}", self.disk.unwrap_or_default()),
+        }
+    }
 }
 
 /// An open target.
@@ -86,7 +125,7 @@ impl Daemon {
         };
         let disk_of = |path: &Path| DiskSpec {
             name: format!("the target of job {id}"),
-            format: Some(wanted.format),
+            format: Some(wanted.format()),
             file: Some(path.to_owned()),
             ..settings.clone()
         };
@@ -97,7 +136,7 @@ impl Daemon {
         let new_file = match wanted.stays_open {
             true => {
                 let like = source.disk.file_metadata();
-                let raw = (wanted.format == Format::Raw).then_some(source.disk.size_bytes());
+                let raw = (wanted.format() == Format::Raw).then_some(source.disk.size_bytes());
                 TargetFile::create_in_place(path, wanted.overwrite, raw, &source.spec(), like.as_ref())?
             }
             false => TargetFile::create(path, wanted.overwrite)?,
@@ -109,7 +148,8 @@ impl Daemon {
             return Err(e);
         }
         let size = source.disk.size_bytes();
-        let image = NewImage { path: new_file.part(), format: wanted.format, size, backing, overwrite: true };
+        let image =
+            NewImage { path: new_file.part(), format: wanted.format(), size, backing, overwrite: true };
         if let Err(e) = image.make() {
             // The existing file may be in use by another process.
             new_file.remove();
@@ -124,7 +164,7 @@ impl Daemon {
         match opened {
             Ok(disk) => {
                 // A device has old data.
-                let fresh = fresh && (wanted.format == Format::Qcow2 || new_file.is_regular());
+                let fresh = fresh && (wanted.format() == Format::Qcow2 || new_file.is_regular());
                 let new_file = Some(Arc::new(new_file));
                 Ok(Target { disk, spec, new_file, entry: None, fresh })
             }

@@ -63,6 +63,20 @@ enum OnError {
     Auto,
 }
 
+/// Refuses what a job does not do after an error. `kind`: what the job makes. `members`: the
+/// members of the command that say it, for the message.
+fn check_on_error(errors: &[&Option<OnError>], kind: &str, members: &str) -> Result<(), QmpError> {
+    match errors.iter().copied().flatten().all(|e| matches!(e, OnError::Report | OnError::Auto)) {
+        true => Ok(()),
+        false => Err(QmpError::generic(format!(
+            "a failure ends the {kind} and is reported, guests go on; leave {members} out"
+        ))),
+    }
+}
+
+/// The members of QEMU's commands for errors of a copy.
+const ON_ERRORS: &str = "'on-source-error' and 'on-target-error'";
+
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) struct BlockdevBackup {
@@ -101,13 +115,7 @@ impl BlockdevBackup {
         if a.compress == Some(true) {
             return refuse("'compress' is of a file that is made: use backup-start with 'to'");
         }
-        let errors = [&a.on_source_error, &a.on_target_error];
-        if errors.into_iter().flatten().any(|e| !matches!(e, OnError::Report | OnError::Auto)) {
-            return refuse(
-                "a failure ends the backup and is reported, guests go on; leave 'on-source-error' and \
-             'on-target-error' out",
-            );
-        }
+        check_on_error(&[&a.on_source_error, &a.on_target_error], "backup", ON_ERRORS)?;
         let incremental = match a.sync {
             Sync::Full if a.bitmap.is_some() => {
                 return refuse("a full backup that begins a bitmap is made by backup-start with 'bitmap'");
@@ -208,9 +216,7 @@ pub(crate) fn block_stream(context: &Context, arguments: Arguments) -> Answer {
              'backing-file' out",
         );
     }
-    if a.on_error.is_some_and(|e| !matches!(e, OnError::Report | OnError::Auto)) {
-        return refuse("a failure ends the stream and is reported, guests go on; leave 'on-error' out");
-    }
+    check_on_error(&[&a.on_error], "stream", "'on-error'")?;
     let spec =
         OverlayJobSpec { disk: a.device, job: a.job_id, speed: a.speed, auto_finalize: a.auto_finalize };
     context.daemon.stream_start(&spec, a.auto_dismiss.unwrap_or(true))?;
@@ -251,13 +257,7 @@ struct BlockdevMirror {
 
 pub(crate) fn blockdev_mirror(context: &Context, arguments: Arguments) -> Answer {
     let a: BlockdevMirror = arguments.read()?;
-    let errors = [&a.on_source_error, &a.on_target_error];
-    if errors.into_iter().flatten().any(|e| !matches!(e, OnError::Report | OnError::Auto)) {
-        return refuse(
-            "a failure ends the mirror and is reported, guests go on; leave 'on-source-error' and \
-             'on-target-error' out",
-        );
-    }
+    check_on_error(&[&a.on_source_error, &a.on_target_error], "mirror", ON_ERRORS)?;
     if !matches!(a.sync, Sync::Full) {
         return refuse("a mirror copies all of the disk: 'sync' is full");
     }

@@ -202,7 +202,7 @@ pub(crate) const COMMANDS: &[Command] = &[
         native::export_add,
     )
     .takes(
-        "type name disk|net [socket|mountpoint tap queues workers readonly serial block-size poll-us engine latency mac mtu \
+        "type name disk|net [socket|mountpoint owner group mode tap queues workers readonly serial block-size poll-us engine latency mac mtu \
          mac-filter mac-limit vlan trunk isolated reserved memory-may-block writable growable allow-other transport \
          passthrough limits balance]",
         "ExportSpec",
@@ -267,7 +267,7 @@ pub(crate) const COMMANDS: &[Command] = &[
          See mirror.md.",
         jobs::mirror_start,
     )
-    .takes("disk to|target [job format overwrite bitmap incremental speed]", "MirrorSpec")
+    .takes("disk to|target [job format overwrite bitmap incremental copy-mode speed auto-finalize]", "MirrorSpec")
     .returns("`job`: the name of the job"),
     command(
         "net-add",
