@@ -15,6 +15,11 @@ from seeds import SEED
 HERE = Path(__file__).resolve().parent
 PR_SET_CHILD_SUBREAPER = 36
 
+# The test of another run that started this one, which pytest names in the environment. Tests of
+# that run go on meanwhile.
+WITHIN = os.environ.get("PYTEST_CURRENT_TEST", "")
+ALONE = ("serial", "timed", "paced")
+
 # Marks of whole folders.
 MARKS = {
     "backup": ("root",),
@@ -121,6 +126,9 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("root") and os.geteuid() != 0:
         pytest.skip("needs root")
+    mark = next((name for name in ALONE if item.get_closest_marker(name)), None)
+    if WITHIN and mark:
+        pytest.skip(f"is marked {mark}, so it needs the machine alone, and this run is within {WITHIN.split(' ')[0]}")
 
 
 class Lines:
