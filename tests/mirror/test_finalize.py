@@ -44,6 +44,8 @@ def test_each_kind(rig, kind):
     r.require(there["status"] == "concluded" and "error" not in there, f"it ended as {there}")
     where = {"commit": base, "mirror": new}.get(kind, over)
     r.require(disk.shown()[1] == str(where), f"listed as {disk.shown()}")
+    moved = f"d0 continues in {where}; serve it by this name from now on\n" if where != over else ""
+    r.require(done.stdout == moved, f"it said {done.stdout!r}")
     r.require(load.interrupt() == 0, f"the load failed: {load.tail()}")
     disk.quit()
     checked(where)

@@ -64,7 +64,8 @@ def test_committed_under_load_by_socket(rig, served):
             turns += 1
             if turn == 10:
                 disk.cli("job", "speed", job, "max")
-        disk.cli("job", "wait", job, timeout_s=120)
+        said = disk.cli("job", "wait", job, timeout_s=120).stdout
+        r.require(said.endswith(f"\nd0 continues in {base}; serve it by this name from now on\n"), f"the wait said {said!r}")
         r.require(disk.shown() == ("qcow2", str(base)), f"listed as {disk.shown()}")
     r.require(load.interrupt() == 0, f"the load failed: {load.tail()}")
     disk.quit()
@@ -91,7 +92,8 @@ def test_a_commit_without_space(rig, mounts):
         r.message_of(done, "No space left", f"disk d0 continues in its overlay: free space for {base}, and commit again")
         r.require(disk.shown() == ("qcow2", str(overlay)), f"listed as {disk.shown()}")
         r.run(["mount", "-o", "remount,size=64m", folder])
-        disk.cli("commit", "d0", "--wait", timeout_s=120)
+        said = disk.cli("commit", "d0", "--wait", timeout_s=120).stdout
+        r.require(said.endswith(f"\nd0 continues in {base}; serve it by this name from now on\n"), f"the commit said {said!r}")
         r.require(disk.shown() == ("raw", str(base)), f"listed as {disk.shown()}")
         disk.quit()
         with open(base, "rb") as f:

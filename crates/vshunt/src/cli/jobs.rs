@@ -1,6 +1,6 @@
 //! Jobs and dirty bitmaps on the command line.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -64,6 +64,7 @@ fn all_of(mut failures: Vec<Failure>) -> Outcome {
 /// Starts a job on the overlay of a disk, with that command: a commit or a stream.
 pub(crate) fn overlay_job(client: &mut Client, command: &str, args: OverlayJobArgs, quiet: bool) -> Outcome {
     let OverlayJobArgs { disk, flags, wait } = args;
+    let before = place(client, &disk)?;
     let (speed, auto_finalize) = (flags.limit(), flags.auto_finalize());
     let spec = OverlayJobSpec { disk, job: flags.job, speed, auto_finalize };
     let value = to_value(&spec)?;
@@ -74,10 +75,11 @@ pub(crate) fn overlay_job(client: &mut Client, command: &str, args: OverlayJobAr
         |client| call(client, command, value),
     )?;
     let id = started["job"].as_str().unwrap_or_default().to_owned();
-    match wait {
-        true => wait_and_dismiss(client, &id, quiet),
-        false => print_line(&id),
+    if !wait {
+        return print_line(&id);
     }
+    wait_and_dismiss(client, &id, quiet)?;
+    tell_moved(client, &spec.disk, before, quiet)
 }
 
 pub(crate) fn mirror(client: &mut Client, args: MirrorArgs, quiet: bool) -> Outcome {
@@ -99,6 +101,7 @@ pub(crate) fn mirror(client: &mut Client, args: MirrorArgs, quiet: bool) -> Outc
     // The disk may have to open the file again when it has it.
     let made: Vec<Wanted> = spec.to.iter().flat_map(|to| Wanted::file(to, true)).collect();
     let value = to_value(&spec)?;
+    let before = place(client, &spec.disk)?;
     let started: Value =
         passing::with(client, |_| Ok(files), &made, |client| call(client, "mirror-start", value))?;
     let id = started["job"].as_str().unwrap_or_default().to_owned();
@@ -113,17 +116,39 @@ pub(crate) fn mirror(client: &mut Client, args: MirrorArgs, quiet: bool) -> Outc
     complete(client, &id, true, args.hold)?;
     // Another client may have dismissed it, or the daemon has ended.
     let _ = send(client, "job-dismiss", json!({ "id": id }));
-    tell_switched(client, &spec.disk, quiet)
+    tell_moved(client, &spec.disk, before, quiet)
 }
 
-/// Prints where a disk is that a mirror has moved.
-fn tell_switched(client: &mut Client, disk: &str, quiet: bool) -> Outcome {
+/// Returns the file that a disk is in. None: it has none, or there is no such disk.
+fn place(client: &mut Client, disk: &str) -> Outcome<Option<PathBuf>> {
     let disks: Vec<DiskInfo> = call(client, "query-disks", json!({}))?;
-    let file = disks.iter().find(|there| there.spec.name == disk).and_then(|there| there.spec.file.as_ref());
-    match file.filter(|_| !quiet) {
-        Some(file) => print_line(&continues_in(disk, file)),
-        None => Ok(()),
+    Ok(disks.into_iter().find(|there| there.spec.name == disk).and_then(|there| there.spec.file))
+}
+
+/// Prints where a disk is if a job has moved it. `before`: its [`place`] then.
+fn tell_moved(client: &mut Client, disk: &str, before: Option<PathBuf>, quiet: bool) -> Outcome {
+    if quiet {
+        return Ok(());
     }
+    // The job has done its work, also if the daemon has ended since then.
+    match place(client, disk) {
+        Ok(Some(file)) if Some(&file) != before.as_ref() => print_line(&continues_in(disk, &file)),
+        _ => Ok(()),
+    }
+}
+
+/// Does what ends a job, and prints where its disk is if that has moved it.
+fn may_move<T>(
+    client: &mut Client,
+    id: &str,
+    quiet: bool,
+    end: impl FnOnce(&mut Client) -> Outcome<T>,
+) -> Outcome<T> {
+    let disk = jobs(client)?.into_iter().find(|job| job.id == id).map(|job| job.disk).unwrap_or_default();
+    let before = place(client, &disk)?;
+    let ended = end(client)?;
+    tell_moved(client, &disk, before, quiet)?;
+    Ok(ended)
 }
 
 /// Returns the line for a disk that continues in another file.
@@ -180,7 +205,9 @@ fn spec(args: BackupArgs) -> Outcome<BackupSpec> {
 pub(crate) fn job(client: &mut Client, command: JobCommand, quiet: bool) -> Outcome {
     match command {
         JobCommand::List(args) => list(client, "query-jobs", args, show::jobs),
-        JobCommand::Wait { jobs } => jobs.iter().try_for_each(|id| wait_for(client, id, None, quiet)),
+        JobCommand::Wait { jobs } => jobs
+            .iter()
+            .try_for_each(|id| may_move(client, id, quiet, |client| wait_for(client, id, None, quiet))),
         JobCommand::Cancel { job } => {
             send(client, "job-cancel", json!({ "id": job }))?;
             // The job has ended when this returns, so its target can be used again.
@@ -190,17 +217,15 @@ pub(crate) fn job(client: &mut Client, command: JobCommand, quiet: bool) -> Outc
             Ok(())
         }
         JobCommand::Complete { job, no_switch, hold } => {
-            let disk = jobs(client)?.into_iter().find(|there| there.id == job).map(|there| there.disk);
-            match (complete(client, &job, !no_switch, hold)?, disk.filter(|_| !no_switch)) {
-                (End::Pending, _) if !quiet => print(&finalize(&one_line(&job))),
-                (End::Over, Some(disk)) => tell_switched(client, &disk, quiet),
+            match may_move(client, &job, quiet, |client| complete(client, &job, !no_switch, hold))? {
+                End::Pending if !quiet => print(&finalize(&one_line(&job))),
                 _ => Ok(()),
             }
         }
-        JobCommand::Finalize { job } => {
+        JobCommand::Finalize { job } => may_move(client, &job, quiet, |client| {
             send(client, "job-finalize", json!({ "id": job }))?;
             wait_for_result(client, &job, false).map(|_| ())
-        }
+        }),
         JobCommand::Pause { job } => send(client, "job-pause", json!({ "id": job })),
         JobCommand::Resume { job } => send(client, "job-resume", json!({ "id": job })),
         JobCommand::Speed { job, speed } => {
