@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import fuse_guard
+import machine
 import pytest
 import rig as r
 from seeds import SEED
@@ -19,6 +20,7 @@ PR_SET_CHILD_SUBREAPER = 36
 # that run go on meanwhile.
 WITHIN = os.environ.get("PYTEST_CURRENT_TEST", "")
 ALONE = ("serial", "timed", "paced")
+TURN = machine.Turn()
 
 # Marks of whole folders.
 MARKS = {
@@ -129,6 +131,15 @@ def pytest_runtest_setup(item):
     mark = next((name for name in ALONE if item.get_closest_marker(name)), None)
     if WITHIN and mark:
         pytest.skip(f"is marked {mark}, so it needs the machine alone, and this run is within {WITHIN.split(' ')[0]}")
+    # The test that this run is within has its turn already.
+    if not WITHIN:
+        TURN.take(alone=mark == "serial")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_teardown():
+    yield
+    TURN.end()
 
 
 class Lines:

@@ -64,7 +64,7 @@ def wait_for(what, condition, timeout_s=WAIT_S, every_s=0.02):
 
 def binary(name):
     """The path of a program of vshunt that `make build` made; VSHUNT_BIN names another folder."""
-    path = Path(os.environ.get("VSHUNT_BIN") or target_dir() / "release") / name
+    path = Path(os.environ.get("VSHUNT_BIN") or target_dir() / "release").absolute() / name
     if not os.access(path, os.X_OK):
         raise Failed(f"{path} is missing: run `make build` first, or set VSHUNT_BIN to the folder that has it")
     return str(path)
@@ -72,7 +72,7 @@ def binary(name):
 
 def target_dir():
     """The build folder of cargo."""
-    return Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
+    return Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target").absolute()
 
 
 def test_binary(name):

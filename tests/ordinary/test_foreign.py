@@ -105,9 +105,3 @@ def test_black_box_tests(foreign, selection):
     r.require(done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-1000:]}")
     r.require(re.search(r"^ok ", done.stdout, re.MULTILINE), f"no test ran: {done.stdout[-600:]}")
     foreign.check()
-
-
-def test_what_needs_the_machine_alone_is_left_out():
-    """A run within a test leaves out tests that change a setting of the machine, since others run beside it."""
-    done = r.run([r.ROOT / "scripts/pytest", "--lines", "-q", "tests/fuse/test_limits.py", "-k", "switched_off"], cwd="/")
-    r.require("is marked serial, so it needs the machine alone" in done.stdout, done.stdout)
