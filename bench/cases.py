@@ -30,8 +30,8 @@ OURS, NO_POLL, ONE, EACH = "vshunt", "vshunt poll-us=0", "vshunt one worker", "v
 
 @dataclass(frozen=True)
 class Contestant:
-    """argv(queues) is a server's; None: the load goes to the file itself. `many`: only where there are several queues. `fill`:
-    so many bytes are written before a run."""
+    """argv(queues) is a server's; None: the load goes to the disk itself, a file or an NBD server. `many`: only where there are
+    several queues. `fill`: so many bytes are written before a run."""
     name: str
     argv: Callable[[int], list] | None
     many: bool = False
@@ -148,7 +148,7 @@ class Bench:
         try:
             with awake(job.awake):
                 if contestant.argv is None:
-                    return client.load_file(job, path)
+                    return client.load_disk(job, path)
                 with self.server(contestant.name, contestant.argv(job.queues)) as server:
                     if contestant.fill:
                         client.fill(server, contestant.fill)

@@ -1,4 +1,5 @@
-"""The load: one run of fio (libblkio on a socket, io_uring on a file), of `vshunt-bench blk` or of SPDK's bdevperf, bounded in time.
+"""The load: one run of fio (libblkio on a socket, io_uring on a file, libnbd), of `vshunt-bench blk` or of SPDK's bdevperf, bounded in
+time.
 
 A job is `rr|rw|sw : depth : queues [: block size]`, random reads or writes or sequential writes, one queue and one thread a fio job.
 """
@@ -95,6 +96,17 @@ class Client:
         argv = [*self.tools.fio_file, *self._fio_args(job), "--ioengine=io_uring", f"--filename={path}"]
         return fio_result(self.bounded(argv, None, lambda _: None))
 
+    def load_disk(self, job, path):
+        """The load on a disk itself: a file or `nbd+unix:…`."""
+        if path.startswith("nbd"):
+            return self.load_nbd(job, path, None, lambda _: None)
+        return self.load_file(job, path)
+
+    def load_nbd(self, job, uri, cpus, on_hang):
+        """fio with libnbd on an NBD server, a connection for each of its jobs."""
+        argv = [*self.tools.fio_nbd, *self._fio_args(job), "--ioengine=nbd", f"--uri={uri}"]
+        return fio_result(self.bounded(argv, cpus, on_hang))
+
     def _fio_args(self, job):
         return ["--name=j", "--output-format=json", "--direct=1", "--thread=1", f"--rw={RW[job.rw]}", f"--bs={job.bs}",
                 f"--iodepth={job.depth}", f"--numjobs={job.queues}", "--group_reporting=1", "--time_based=1",
@@ -132,6 +144,8 @@ def fio_result(text):
                 result["ios"] += job[kind]["total_ios"]
                 result["p50_us"] = percentile.get("50.000000", 0) / 1e3
                 result["p99_us"] = percentile.get("99.000000", 0) / 1e3
+    if not result["ios"]:  # the engine nbd reports no error without a connection
+        raise ClientError("fio: no request completed")
     return result
 
 

@@ -11,8 +11,9 @@
 #
 # Called by run.py. stdout is for it, `key=value` a line: root (the chroot; empty: none), work (a
 # folder with the same path inside of the chroot and outside), qsd, fio (program as seen from root;
-# empty: not there), testpmd (a path outside of it) or testpmd_in_root, cloud_net (outside of it),
-# and note (any number). Everything else goes to stderr. A failed set-up is a note, not a failure.
+# empty: not there), nbdkit (outside of it), testpmd (a path outside of it) or testpmd_in_root,
+# cloud_net (outside of it), and note (any number). Everything else goes to stderr. A failed set-up
+# is a note, not a failure.
 set -euo pipefail
 exec 3>&1 1>&2
 
@@ -123,6 +124,7 @@ use_testpmd() {
 }
 
 use_cloud_net
+if command -v nbdkit >/dev/null; then say "nbdkit=$(command -v nbdkit)"; fi
 if use_chroot; then
   say "root=$root"
   say "work=$work"

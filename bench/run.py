@@ -21,6 +21,7 @@ import before
 import cases
 import depth
 import kernel
+import nbd
 import net
 import net_switch
 import net_tcp
@@ -35,6 +36,7 @@ TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # In the order in which they run: the curve over depth comes first, because most decisions need it.
 CASES = {"depth": depth.case, "null": cases.null, "ram": cases.ram, "tmpfs": cases.tmpfs, "ext4": cases.ext4,
          "workers": cases.workers, "balance": balance.case,
+         "nbd": nbd.case,
          "idle": resident.idle, "memory": resident.memory,
          "fuse-null": fuse.null, "fuse-tmpfs": fuse.tmpfs, "fuse-ext4": fuse.ext4, "fuse-queues": fuse.queues,
          "kernel": kernel.case,
@@ -58,6 +60,8 @@ class Tools:
     qsd: list = field(default_factory=list)
     fio_blkio: list = field(default_factory=list)
     fio_file: list = field(default_factory=list)
+    fio_nbd: list = field(default_factory=list)
+    nbdkit: str = ""
     testpmd: list = field(default_factory=list)
     cloud_net: str = ""
     spdk: list = field(default_factory=list)
@@ -79,7 +83,7 @@ def arguments():
     p.add_argument("--only", metavar="CASE", action="append", default=[],
                    help=f"{', '.join([*CASES, *EXTRA])}; fuse, qcow2, net: all that begin so; may be repeated, or a list with commas")
     p.add_argument("--jobs", metavar="JOB,JOB", type=lambda text: text.split(","),
-                   help="of null, depth, tmpfs, ext4 and the qcow2 cases only these rows, such as rr:1:1,rw:128:4; "
+                   help="of null, depth, tmpfs, ext4, nbd and the qcow2 cases only these rows, such as rr:1:1,rw:128:4; "
                         "of the fuse cases such as psync:rr:1:4; of before with its name, too, such as qcow2:rr:128:1")
     p.add_argument("--reps", type=int, help="repetitions, of which the median counts (3; depth 5)")
     p.add_argument("--time", type=int, metavar="S", help="seconds of each run (4; fuse and depth 2; qcow2 1)")
@@ -109,7 +113,7 @@ def arguments():
     o.only = [c for a in asked for c in GROUPS.get(a, [a])]
     if unknown := [c for c in o.only if c not in CASES | EXTRA]:
         p.error(f"no case {unknown[0]}; there are {', '.join([*CASES, *EXTRA, *GROUPS])}")
-    jobs = cases.READS_WRITES + depth.JOBS + fuse.JOBS + qcow2.JOBS + before.JOBS + before.NAMED
+    jobs = cases.READS_WRITES + depth.JOBS + nbd.JOBS + fuse.JOBS + qcow2.JOBS + before.JOBS + before.NAMED
     if unknown := [j for j in o.jobs or () if j not in jobs]:
         p.error(f"no job {unknown[0]}; there are {', '.join(jobs)}")
     if o.client == "bdevperf" and not o.spdk:
@@ -181,6 +185,8 @@ def find_tools(o, report):
             tools.fio_blkio = fio
         if first_line([*fio, "--enghelp=io_uring"]):
             tools.fio_file = fio
+    if "nbd" in o.only:
+        find_nbd(tools, found.get("nbdkit", ""))
     if not tools.fio_file:
         report.note("no fio with io_uring: the host's own figures are left out, and targets against them are not measured")
     if o.client == "vshunt-bench":
@@ -194,6 +200,15 @@ def find_tools(o, report):
     if not tools.fio_blkio and not tools.bench:
         sys.exit("bench: neither a fio with libblkio nor vshunt-bench is there: nothing can load a socket")
     return tools, found.get("work") or os.path.join(TOP, "target", "bench")
+
+
+def find_nbd(tools, nbdkit):
+    """nbdkit, and a fio with libnbd: that of the chroot has none, but the host's may have it."""
+    if nbdkit:
+        tools.nbdkit = nbdkit
+        tools.versions["nbdkit"] = first_line([nbdkit, "--version"])
+    if (fio := shutil.which("fio")) and first_line([fio, "--enghelp=nbd"]):
+        tools.fio_nbd = [fio]
 
 
 def find_spdk(o, tools):

@@ -7,11 +7,13 @@
 mod blk_request;
 mod bytes;
 mod messages;
+mod nbd_replies;
 mod qcow2_image;
 mod rings;
 
 pub use blk_request::blk_request;
 pub use messages::messages;
+pub use nbd_replies::nbd_replies;
 pub use qcow2_image::qcow2_image;
 pub use rings::rings;
 
@@ -19,5 +21,10 @@ pub use rings::rings;
 pub type Run = fn(&[u8]);
 
 /// Every target by name.
-pub const TARGETS: &[(&str, Run)] =
-    &[("rings", rings), ("blk_request", blk_request), ("messages", messages), ("qcow2_image", qcow2_image)];
+pub const TARGETS: &[(&str, Run)] = &[
+    ("rings", rings),
+    ("blk_request", blk_request),
+    ("messages", messages),
+    ("qcow2_image", qcow2_image),
+    ("nbd_replies", nbd_replies),
+];

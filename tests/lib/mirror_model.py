@@ -7,6 +7,7 @@ import re
 import threading
 import time
 
+import nbd_servers as n
 import rig as r
 from snapshot_model import BLOCK, MIB, Disk, image, qemu_img
 
@@ -28,8 +29,9 @@ def job(disk, name):
 
 
 def in_use(disk):
-    """The file that disk d0 is in, as it is listed."""
-    return next(d["file"] for d in disk.daemon.status()["disks"] if d["name"] == "d0")
+    """The file or URI that disk d0 is in, as it is listed."""
+    daemon = getattr(disk, "daemon", disk)
+    return next(d.get("file") or d["uri"] for d in daemon.status()["disks"] if d["name"] == "d0")
 
 
 def ready(disk, name):
@@ -90,23 +92,12 @@ def zeroes(path, mib):
     return path
 
 
-def export(rig):
-    """The value of --export for disk `d0`."""
-    return f"type=vhost-user-blk,name=vm0,disk=d0,socket={rig.dir / 'vm0.sock'},queues=2,workers=2"
-
-
-def load(rig, *arguments):
-    """The arguments of verified load on that export."""
-    argv = [r.binary("vshunt-bench"), "blk", "--socket", rig.dir / "vm0.sock", "--rw", "randrw", "--verify", "--bs", "4k"]
-    return [*argv, "--queues", 2, "--iodepth", 16, "--stall", "120s", "--flush-every", 32, "--quiet", *arguments]
-
-
 class Served:
     """A daemon with disk `d0`, which a verified load uses."""
 
     def __init__(self, rig, disk, written="16M"):
-        self.daemon = r.Daemon(rig, "-v", "--disk", disk, "--export", export(rig))
-        self.load = r.Child(rig, "load", load(rig, "--range", written, "--runtime", r.FOREVER))
+        self.daemon = r.Daemon(rig, "-v", "--disk", disk, "--export", n.export(rig))
+        self.load = r.Child(rig, "load", n.load(rig, "--range", written, "--runtime", r.FOREVER))
         r.wait_for("requests", lambda: any(q["requests"] for q in self.daemon.status()["queues"]))
 
     def cli(self, *arguments, **more):

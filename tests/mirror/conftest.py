@@ -1,4 +1,4 @@
-"""Mirrors of disks in use: under load, to files and disks, failures, kill -9."""
+"""Mirrors of disks in use: under load, to files, disks and servers, failures, kill -9."""
 
 import pytest
 

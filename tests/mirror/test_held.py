@@ -4,12 +4,133 @@ import itertools
 import mmap
 import os
 import subprocess
+import time
 
 import backup_model as b
 import mirror_model as m
+import nbd_servers as n
 import pytest
 import rig as r
 from snapshot_model import BLOCK, MIB, Disk, bench, image, pauses, qemu_img
+
+SIZE_MIB = 32
+
+
+@pytest.fixture
+def here(rig, request):
+    """A raw file with data everywhere."""
+    path = rig.dir / f"{request.node.name}.raw"
+    path.write_bytes(os.urandom(SIZE_MIB << 20))
+    return path
+
+
+def claimed(served):
+    """The job that uses the disk."""
+    (disk,) = (disk for disk in served.daemon.status()["disks"] if disk["name"] == "d0")
+    return disk.get("job")
+
+
+def test_guests_that_outrun_the_target(rig, here):
+    """They are not held for long: the job stays ready, and says what helps. It is completed when they may be held for longer."""
+    server = n.nbdkit(rig, "--filter=rate", "memory", f"{SIZE_MIB}M", "rate=400M", "burstiness=0.05", name="slow")
+    served = m.Served(rig, f"name=d0,format=raw,file={here}", written="24M")
+    served.cli("disk", "add", f"name=far,uri={server.uri()}")
+    name = m.start(served, "--target", "far", "--speed", "max")
+    m.ready(served, name)
+    done = served.cli("job", "complete", name, check=False, timeout_s=m.QUIET_S)
+    r.message_of(done, "stays ready", "write faster than disk far takes it", "300 ms", "vshunt limit", "--hold")
+    there = m.job(served, name)
+    r.require(there["status"] == "ready" and "write faster" in there["error"], f"listed as {there}")
+    r.require(served.shown() == "raw", f"listed as {served.shown()}")
+    served.more()
+    r.message_of(served.cli("job", "complete", name, "--hold", "8s", check=False), "7 s")
+    m.complete(served, name)
+    r.require(served.shown() == "nbd", f"listed as {served.shown()}")
+    held = pauses(served)
+    r.require(held and max(held) < 15000, f"guests were held for {held} ms")
+    served.end()
+
+
+def test_cancelled_while_it_is_completed(rig, here):
+    """The job ends, also while it tries to complete, and both commands say that."""
+    server = n.nbdkit(rig, "--filter=rate", "memory", f"{SIZE_MIB}M", "rate=400M", "burstiness=0.05", name="slower")
+    served = m.Served(rig, f"name=d0,format=raw,file={here}", written="24M")
+    served.cli("disk", "add", f"name=far,uri={server.uri()}")
+    name = m.start(served, "--target", "far", "--speed", "max")
+    m.ready(served, name)
+    argv = [r.binary("vshunt"), "-c", served.daemon.control, "job", "complete", name]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as completing:
+        # It tries for 4 s at least.
+        time.sleep(0.5)
+        r.wait_for("it is being completed", lambda: "completed already" in served.cli("job", "complete", name, check=False).stderr)
+        served.cli("job", "cancel", name)
+        r.require("was cancelled" in completing.communicate(timeout=r.WAIT_S)[1] and completing.returncode == 1, "it was completed")
+    r.require(served.shown() == "raw" and m.job(served, name)["cancelled"], f"it ended as {m.job(served, name)}")
+    served.more()
+    served.cli("disk", "remove", "far")
+    served.end()
+
+
+@pytest.mark.parametrize("phase", ("copying", "ready"))
+def test_cancelled_while_the_target_hangs(rig, here, phase):
+    """The disk is free at once. The target is free when it answers, and the end of the daemon waits for that, and says so."""
+    server = n.nbdkit(rig, "memory", f"{SIZE_MIB}M", name=f"hangs-{phase}")
+    served = m.Served(rig, f"name=d0,format=raw,file={here}")
+    served.cli("disk", "add", f"name=far,uri={server.uri()}")
+    name = m.start(served, "--target", "far", "--speed", "8M" if phase == "copying" else "max")
+    if phase == "ready":
+        m.ready(served, name)
+    server.child.suspend()
+    hang = lambda: any(q["export"] == name and q["in-flight"] for q in served.daemon.status()["queues"])  # noqa: E731
+    r.wait_for("requests that hang", hang)
+    served.more()
+    served.cli("qmp", "job-cancel", f'{{ "id": "{name}" }}')
+    r.wait_for("the disk is free", lambda: claimed(served) is None)
+    r.require(m.job(served, name)["status"] == "aborting", f"listed as {m.job(served, name)}")
+    served.cli("snapshot", "d0", "--to", rig.dir / f"hangs-{phase}.qcow2")
+    served.more()
+    r.message_of(served.cli("disk", "remove", "far", check=False), "far", name)
+    if phase == "copying":
+        server.child.resume()
+        there = m.ended(served, name)
+        r.require(there["cancelled"] and "error" not in there, f"it ended as {there}")
+        served.cli("disk", "remove", "far")
+        served.end()
+        return
+    r.require(served.load.interrupt(120) == 0, f"the load failed: {served.load.tail()}")
+    served.daemon.child.process.terminate()
+    r.wait_for("it says what it waits for", lambda: f"the daemon ends when job {name} does, which waits for disk far" in served.daemon.child.output())
+    server.child.resume()
+    r.require(served.daemon.child.wait() == 0, f"vshunt ended: {served.daemon.child.tail()}")
+
+
+def test_a_failure_is_reported_although_the_job_is_cancelled(rig, here):
+    """One write fails, and others hang: the disk is free, and the error of the job stays."""
+    script = rig.dir / "fails.sh"
+    script.write_text(
+        f"""#!/bin/sh
+case "$1" in
+get_size) echo {SIZE_MIB}M ;;
+can_write|can_flush) exit 0 ;;
+pwrite) cat > /dev/null; if test "$4" = 0; then echo 'EIO no' >&2; exit 1; fi; sleep 0.4 ;;
+pread) dd if=/dev/zero iflag=count_bytes,fullblock count="$3" bs=64k status=none ;;
+flush) exit 0 ;;
+*) exit 2 ;;
+esac
+"""
+    )
+    script.chmod(0o755)
+    server = n.nbdkit(rig, "sh", script, name="fails")
+    served = m.Served(rig, f"name=d0,format=raw,file={here}")
+    served.cli("disk", "add", f"name=far,uri={server.uri()}")
+    name = m.start(served, "--target", "far", "--speed", "max")
+    r.wait_for("it fails", lambda: m.job(served, name)["status"] in ("aborting", "concluded"))
+    r.wait_for("the disk is free", lambda: claimed(served) is None)
+    served.cli("job", "cancel", name)
+    there = m.job(served, name)
+    r.require("cannot be written" in there["error"] and not there["cancelled"], f"it ended as {there}")
+    served.more()
+    served.end()
 
 
 def test_a_mount_that_bypasses_the_daemon(rig, mounts):

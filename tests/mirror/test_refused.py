@@ -6,6 +6,7 @@ import subprocess
 
 import backup_model as b
 import mirror_model as m
+import nbd_servers as n
 import pytest
 import rig as r
 from snapshot_model import Disk, image
@@ -89,13 +90,30 @@ def test_commands_that_come_too_early_or_to_other_jobs(rig):
     disk.quit()
 
 
-def test_disks_that_do_not_fit(rig, mounts):
-    """A mount whose users change the size."""
+def test_disks_and_targets_that_do_not_fit(rig, mounts):
+    """A mount whose users change the size; targets with larger blocks than guests know, and with less safety than they count on."""
     grows = r.Daemon(rig, "--disk", f"name=d0,format=raw,file={image(rig, 'grows', 'raw')}", name="grows")
     grows.cli("export", "add", f"type=fuse,name=f0,disk=d0,mountpoint={rig.dir / 'grows.mnt'},writable=on,growable=on,passthrough=off")
     r.message_of(grows.cli("mirror", "d0", "--to", rig.dir / "x", check=False), "f0", "growable=on", "remove it first")
     grows.cli("export", "remove", "f0")
     r.require(grows.child.stop() == 0, grows.child.tail())
+    disk = Disk(rig, image(rig, "fits", "raw"), "raw", name="fits", fuse=False, socket=True)
+    sizes = ("blocksize-minimum=4K", "blocksize-preferred=4K", "blocksize-maximum=1M")
+    large = n.nbdkit(rig, "--filter=blocksize-policy", "memory", "32M", *sizes, name="large")
+    disk.cli("disk", "add", f"name=large,uri={large.uri()}")
+    r.message_of(disk.cli("mirror", "d0", "--target", "large", check=False), "blocks of 4096 bytes", "were told 512")
+    kept = n.nbdkit(rig, "memory", "64M", name="kept")
+    r.run([r.tool("qemu-img", "qemu-utils"), "create", "-q", "-f", "qcow2", kept.uri(), "32M"])
+    disk.cli("disk", "add", f"name=kept,format=qcow2,uri={kept.uri()}")
+    refused = disk.cli("mirror", "d0", "--target", "kept", check=False)
+    r.message_of(refused, "disk kept", "may lose completed writes", "use a raw target", "remove the exports of d0")
+    disk.cli("disk", "add", f"name=large2,uri={large.uri()},locking=off")
+    r.message_of(disk.cli("mirror", "large2", "--target", "large", check=False), "large and large2", "in common")
+    r.require(disk.cli("job", "list").stdout.count("\n") == 1, "a job is left")
+    for name in ("large", "large2", "kept"):
+        disk.cli("disk", "remove", name)
+    disk.cli("resize", "d0", "33M")
+    disk.quit()
 
 
 def test_files_that_are_in_use(rig, marks):

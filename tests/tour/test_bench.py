@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import rig as r
 sys.path.insert(0, str(r.ROOT / "bench"))
 import cases  # noqa: E402
 import depth  # noqa: E402
+import nbd  # noqa: E402
 import resident  # noqa: E402
 import spdk  # noqa: E402
 from client import Client, ClientError, Job  # noqa: E402
@@ -158,3 +160,40 @@ def test_depth_prints_a_row_for_each_job(rig):
     r.require(all(loads[job, "vshunt one worker"][key] for job in jobs for key in ("iops", "p99_us")), f"{loads}")
     r.require(("rr:32:4", "vshunt per-queue") in loads and ("rr:8:1", "vshunt per-queue") not in loads, f"{loads.keys()}")
     r.require("CPU an I/O of vshunt one worker" in done.stdout and "do not fall" in done.stdout, done.stdout)
+
+
+def nbd_verdicts(job, **figures):
+    """The verdicts of one job of the case `nbd`. `figures`: (IOPS, CPU us an I/O) of the daemon, of one worker and of a worker for each queue."""
+    names = {"daemon": cases.PEER, "one": cases.ONE, "each": cases.EACH}
+    cells = {}
+    for key, (iops, cpu_us) in figures.items():
+        cells[job, names[key]] = cell = Cell()
+        cell.add({"iops": iops, "cpu_us": cpu_us, "p99_us": 10})
+    return [target.judge(cells)[0] for target in nbd.targets([Job.parse(job)])]
+
+
+def test_disks_on_nbd_servers_are_judged_by_connections():
+    r.require(nbd_verdicts("rr:32:1", daemon=(100, 8), one=(100, 9)) == [MET], "as fast on one connection")
+    r.require(nbd_verdicts("rr:32:1", daemon=(100, 8), one=(99, 1)) == [MISSED], "slower on one connection")
+    r.require(nbd_verdicts("rw:32:4", daemon=(100, 8), one=(100, 8), each=(200, 4)) == [MET, MET, MET], "four connections")
+    r.require(nbd_verdicts("rw:32:4", daemon=(100, 8), one=(90, 8), each=(199, 4.1)) == [MISSED, MISSED, MISSED], "short of each target")
+    r.require(nbd_verdicts("rr:32:4", one=(100, 8), each=(200, 4)) == [UNKNOWN, UNKNOWN, UNKNOWN], "without a storage daemon")
+
+
+@pytest.mark.parametrize(("case", "program"), (("nbd", "nbdkit"),))
+def test_disks_elsewhere_have_a_row_for_each_job(rig, case, program):
+    r.tool(program, program)
+    r.binary("vshunt-bench")
+    out = rig.dir / "out.json"
+    jobs = ["rr:32:1", "rw:32:4"]
+    options = ("--jobs", ",".join(jobs), "--reps", "1", "--time", "1", "--client", "vshunt-bench", "--json", out)
+    done = bench(rig.dir / "peers", "--only", case, *options)
+    lines = done.stdout.splitlines()
+    for job in jobs:
+        r.require(sum(line.split()[:1] == [job] for line in lines) == 2, f"no row for {job}: {done.stdout}")
+    loads = {(load["job"], load["contestant"]): load for load in json.loads(out.read_text())["cases"][case]["loads"]}
+    ours = [load for (_, name), load in loads.items() if name.startswith("vshunt")]
+    r.require(len(ours) == 3 and all(load[key] for load in ours for key in ("iops", "cpu_us", "p99_us")), f"{loads}")
+    # Whether the others are here or not: none of them fails.
+    r.require(all(load["iops"] for load in loads.values()), f"{loads}")
+    r.require(re.search("IOPS of vshunt per-queue at least [12] x storage daemon", done.stdout), done.stdout)

@@ -1,12 +1,14 @@
-//! What a disk is made of: memory, a raw file, a qcow2 image, or nothing.
+//! What a disk is made of: memory, a raw file, a qcow2 image, a server, or nothing.
 
 use std::sync::Arc;
 
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Direct, DiskSpec, Format};
 
+use super::image_file::Remote;
 use super::limits::{Limits, SECTOR_BYTES, why_no_size};
 use super::memory::Ram;
+use super::nbd::{self, Nbd};
 use super::qcow2::{self, Qcow2};
 use super::raw::{self, Raw};
 use super::{Io, Op};
@@ -20,6 +22,7 @@ pub(super) enum Backend {
     Ram(Arc<Ram>),
     Raw(Arc<Raw>),
     Qcow2(Arc<Qcow2>),
+    Nbd(Arc<Nbd>),
     /// The image could not be opened again. Every request fails with EIO.
     Gone,
 }
@@ -31,14 +34,30 @@ impl Backend {
     /// # Errors
     /// Those of [`Disk::open`](super::Disk::open).
     pub(super) fn open(spec: &DiskSpec, growable: bool) -> Result<(Self, u64, Limits)> {
+        Self::open_again(spec, growable, None)
+    }
+
+    /// [`open`](Self::open) for an image whose file on a server is open already.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open).
+    pub(super) fn open_again(
+        spec: &DiskSpec,
+        growable: bool,
+        remote: Option<Remote>,
+    ) -> Result<(Self, u64, Limits)> {
         Ok(match spec.format() {
             Format::Raw => {
                 let (raw, size_bytes, limits) = raw::open(spec)?;
                 (Self::Raw(Arc::new(raw)), size_bytes, limits)
             }
             Format::Qcow2 => {
-                let (image, size_bytes, limits) = qcow2::open(spec, growable)?;
+                let (image, size_bytes, limits) = qcow2::open(spec, growable, remote)?;
                 (Self::Qcow2(Arc::new(image)), size_bytes, limits)
+            }
+            Format::Nbd => {
+                let (nbd, size_bytes, limits) = nbd::open(spec)?;
+                (Self::Nbd(Arc::new(nbd)), size_bytes, limits)
             }
             Format::Null => (Self::Null, memory_size(spec)?, Limits::memory(spec.readonly)),
             Format::Ram => {
@@ -49,12 +68,39 @@ impl Backend {
         })
     }
 
-    /// Returns the files: the image, then its data file and its backing images.
-    pub(super) fn files(&self) -> &[Raw] {
+    /// Returns the files of this host: the image, then its data file and its backing images.
+    pub(super) fn files(&self) -> impl Iterator<Item = &Raw> {
+        let (raw, image) = match self {
+            Self::Raw(raw) => (Some(&**raw), None),
+            Self::Qcow2(image) => (None, Some(image)),
+            Self::Null | Self::Ram(_) | Self::Nbd(_) | Self::Gone => (None, None),
+        };
+        raw.into_iter().chain(image.into_iter().flat_map(|image| image.files()))
+    }
+
+    /// Returns the URI if the disk, or its image, is on a server.
+    pub(super) fn uri(&self) -> Option<&str> {
         match self {
-            Self::Raw(raw) => std::slice::from_ref(raw),
-            Self::Qcow2(image) => image.files(),
-            Self::Null | Self::Ram(_) | Self::Gone => &[],
+            Self::Nbd(nbd) => Some(nbd.uri()),
+            Self::Qcow2(image) => image.image().uri(),
+            Self::Null | Self::Ram(_) | Self::Raw(_) | Self::Gone => None,
+        }
+    }
+
+    /// Returns the file of the image if it is one of this host.
+    pub(super) fn image(&self) -> Option<&Raw> {
+        match self {
+            Self::Raw(raw) => Some(raw),
+            Self::Qcow2(image) => image.image().local(),
+            Self::Null | Self::Ram(_) | Self::Nbd(_) | Self::Gone => None,
+        }
+    }
+
+    /// Returns the file of a qcow2 image if it is on a server.
+    pub(super) fn remote(&self) -> Option<&Remote> {
+        match self {
+            Self::Qcow2(image) => image.remote(),
+            _ => None,
         }
     }
 
@@ -64,6 +110,7 @@ impl Backend {
             Self::Raw(raw) => raw.alignment(),
             // The format works on whole sectors of its files.
             Self::Qcow2(_) => SECTOR_BYTES,
+            Self::Nbd(nbd) => u64::from(nbd.settings().blocks.minimum),
             Self::Null | Self::Ram(_) | Self::Gone => 1,
         }
     }
@@ -73,6 +120,7 @@ impl Backend {
         match self {
             Self::Raw(raw) if !raw.is_file() => u64::from(block_size),
             Self::Qcow2(_) => SECTOR_BYTES,
+            Self::Nbd(nbd) => u64::from(nbd.settings().blocks.minimum),
             Self::Raw(_) | Self::Null | Self::Ram(_) | Self::Gone => 1,
         }
     }

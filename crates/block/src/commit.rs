@@ -132,7 +132,7 @@ impl Disk {
         let file = open_image(path, true);
         let file = file.map_err(|e| Error::io(format_args!("cannot open {}", path.display()), e))?;
         let backend = self.backend();
-        backend.files().iter().filter(|raw| raw.is_of(path)).for_each(|raw| lock::release(raw.image()));
+        backend.files().filter(|raw| raw.is_of(path)).for_each(|raw| lock::release(raw.image()));
         lock::lock(&file, path, false).inspect_err(|_| self.relock_backing(next))?;
         Ok(Some(file))
     }
@@ -140,7 +140,7 @@ impl Disk {
     /// Takes the reader locks on the backing image again, after it was closed.
     pub fn relock_backing(&self, next: &DiskSpec) {
         let Some(path) = next.file.as_ref().filter(|_| self.is_locked()) else { return };
-        for raw in self.backend().files().iter().filter(|raw| raw.is_of(path)) {
+        for raw in self.backend().files().filter(|raw| raw.is_of(path)) {
             if let Err(e) = lock::take_over(raw.image(), path, true) {
                 tracing::warn!("{e}");
             }

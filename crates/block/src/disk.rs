@@ -19,9 +19,10 @@ use vshunt_types::sync::LockedShared;
 use super::backend::{Backend, memory_size};
 use super::failures::Failures;
 use super::limits::{self, Limits};
+use super::nbd;
 use super::qcow2::UncleanImage;
 use super::write_observers::WriteObservers;
-use super::{lock, overlay_xattr, raw};
+use super::{image_file, lock, overlay_xattr, raw};
 
 /// How long [`Disk::close`] waits for other users of the disk, ms.
 const CLOSE_MS_MAX: u32 = 10_000;
@@ -62,9 +63,14 @@ impl Disk {
     /// # Errors
     /// `Invalid`, with the key and the remedy.
     pub fn check(spec: &DiskSpec) -> Result<()> {
+        if let Some(remote) = image_file::remote_of(spec)? {
+            return Self::check(&remote);
+        }
+        nbd::check_others(spec)?;
         match spec.format() {
             Format::Raw if spec.file.is_none() => Err(raw::no_image(spec)),
             Format::Raw | Format::Qcow2 => Ok(()),
+            Format::Nbd => nbd::check(spec).map(drop),
             Format::Null | Format::Ram => memory_size(spec).map(drop),
         }
     }
@@ -119,42 +125,50 @@ impl Disk {
 
     /// Returns whether this disk's lock on its image keeps a disk of `spec` from being opened.
     pub fn locks_out(&self, spec: &DiskSpec) -> bool {
-        let Some(path) = &spec.file else { return false };
-        let is_of = match &self.backend() {
-            Backend::Raw(raw) => raw.is_of(path),
-            Backend::Qcow2(image) => image.is_of(path),
-            Backend::Null | Backend::Ram(_) | Backend::Gone => false,
+        let is_at = |uri: Option<&str>| {
+            uri.zip(spec.uri.as_deref()).is_some_and(|(a, b)| nbd::place_of(a) == nbd::place_of(b))
+        };
+        let is_of = match (&self.backend(), &spec.file) {
+            (Backend::Raw(raw), Some(path)) => raw.is_of(path),
+            (Backend::Qcow2(image), Some(path)) => image.is_of(path),
+            // A server has no locks. The same export is not written twice by this daemon at least.
+            (Backend::Qcow2(image), None) => is_at(image.image().uri()),
+            (Backend::Nbd(nbd), None) => is_at(Some(nbd.uri())),
+            _ => false,
         };
         self.is_locked() && spec.locking && !(self.readonly && spec.readonly) && is_of
     }
 
     /// Returns whether a path leads to one of the disk's files, locked or not.
     pub fn has_file(&self, path: &Path) -> bool {
-        self.backend().files().iter().any(|raw| raw.is_of(path))
+        self.backend().files().any(|raw| raw.is_of(path))
     }
 
-    /// Returns whether the disks have a file in common, locked or not.
+    /// Returns whether the disks have a file in common, locked or not, or the same export of a
+    /// server.
     pub fn shares_a_file_with(&self, other: &Self) -> bool {
-        let theirs: Vec<_> = other.backend().files().iter().map(|raw| raw.id()).collect();
-        self.backend().files().iter().any(|raw| theirs.contains(&raw.id()))
+        let (ours, theirs) = (self.backend(), other.backend());
+        let ids: Vec<_> = theirs.files().map(raw::Raw::id).collect();
+        ours.uri().zip(theirs.uri()).is_some_and(|(a, b)| nbd::place_of(a) == nbd::place_of(b))
+            || ours.files().any(|raw| ids.contains(&raw.id()))
     }
 
     /// Returns whether one of the disk's files has this device number and inode. Files on FUSE do
     /// not count: nothing is asked of the program that serves them.
     pub fn has_inode(&self, (device, inode): (u64, u64)) -> bool {
-        self.backend().files().iter().any(|raw| !raw.may_wait() && raw.id() == (device, inode))
+        self.backend().files().any(|raw| !raw.may_wait() && raw.id() == (device, inode))
     }
 
     /// Returns whether one of the disk's files had this device number and inode when it was opened,
     /// or true while the image is being replaced. Does not block.
     pub fn may_have_file(&self, id: (u64, u64)) -> bool {
-        self.backend.try_read().map_or(true, |backend| backend.files().iter().any(|raw| raw.id() == id))
+        self.backend.try_read().map_or(true, |backend| backend.files().any(|raw| raw.id() == id))
     }
 
     /// Returns whether the image itself has this device number and inode. Backing images and data
     /// files do not count.
     pub fn image_has_inode(&self, (device, inode): (u64, u64)) -> bool {
-        self.backend().files().first().is_some_and(|raw| raw.id() == (device, inode))
+        self.backend().image().is_some_and(|raw| raw.id() == (device, inode))
     }
 
     /// Returns the current backend.
@@ -176,6 +190,7 @@ impl Disk {
             Backend::Gone => Err(std::io::Error::from_raw_os_error(libc::EIO)),
             Backend::Raw(raw) if !self.readonly && self.cache != Cache::Unsafe => raw.sync_now(),
             Backend::Qcow2(image) if self.cache != Cache::Unsafe => image.flush_now(),
+            Backend::Nbd(nbd) => nbd.flush_now(),
             _ => Ok(()),
         }
     }
@@ -214,7 +229,7 @@ impl Disk {
     pub fn image(&self) -> Option<Arc<File>> {
         match &self.backend() {
             Backend::Raw(raw) => Some(raw.image().clone()),
-            Backend::Null | Backend::Ram(_) | Backend::Qcow2(_) | Backend::Gone => None,
+            _ => None,
         }
     }
 
@@ -224,7 +239,7 @@ impl Disk {
         match &self.backend() {
             Backend::Raw(raw) => raw.may_wait(),
             Backend::Qcow2(image) => image.may_wait(),
-            Backend::Null | Backend::Ram(_) | Backend::Gone => false,
+            Backend::Null | Backend::Ram(_) | Backend::Nbd(_) | Backend::Gone => false,
         }
     }
 
@@ -241,14 +256,14 @@ impl Disk {
     }
 
     /// Returns where the next data, or the next hole, begins at or after `offset`, by the map of a
-    /// qcow2 image; the disk's size if there is none. Other disks count as data; for a raw image
-    /// ask its file, [`image`](Self::image). Blocks.
+    /// qcow2 image or by what a server says; the disk's size if there is none. Other
+    /// disks count as data; for a raw image ask its file, [`image`](Self::image). Blocks.
     ///
     /// # Errors
     /// The system's.
     pub fn seek(self: &Arc<Self>, offset: u64, hole: bool) -> std::io::Result<u64> {
         match &self.backend() {
-            Backend::Qcow2(_) => self.seek_as_queue(offset, hole),
+            Backend::Qcow2(_) | Backend::Nbd(_) => self.seek_as_queue(offset, hole),
             _ => Ok(if hole { self.size_bytes() } else { offset }),
         }
     }
@@ -260,7 +275,7 @@ impl Disk {
     pub fn take_bitmaps(&self) -> Vec<Loaded> {
         match &self.backend() {
             Backend::Qcow2(image) => image.take_bitmaps(),
-            Backend::Raw(_) | Backend::Null | Backend::Ram(_) | Backend::Gone => Vec::new(),
+            _ => Vec::new(),
         }
     }
 
@@ -282,7 +297,7 @@ impl Disk {
         match &self.backend() {
             Backend::Raw(raw) => raw.direct_in_use(),
             Backend::Qcow2(image) => image.direct_in_use(),
-            Backend::Null | Backend::Ram(_) | Backend::Gone => false,
+            Backend::Null | Backend::Ram(_) | Backend::Nbd(_) | Backend::Gone => false,
         }
     }
 
@@ -294,7 +309,7 @@ impl Disk {
             Backend::Gone => "gone",
             Backend::Ram(_) => "memory",
             Backend::Raw(raw) if raw.inline() => "inline",
-            Backend::Raw(_) | Backend::Qcow2(_) => "ring",
+            Backend::Raw(_) | Backend::Qcow2(_) | Backend::Nbd(_) => "ring",
         }
     }
 
@@ -358,7 +373,7 @@ impl Disk {
             // journal.
             Backend::Qcow2(image) => image.survives_kill(),
             Backend::Ram(_) => false,
-            Backend::Null | Backend::Raw(_) | Backend::Gone => true,
+            Backend::Null | Backend::Raw(_) | Backend::Nbd(_) | Backend::Gone => true,
         }
     }
 
@@ -367,7 +382,7 @@ impl Disk {
     pub fn unclean_images(&self) -> Vec<UncleanImage> {
         match &self.backend() {
             Backend::Qcow2(image) => image.unclean_images().to_vec(),
-            Backend::Null | Backend::Ram(_) | Backend::Raw(_) | Backend::Gone => Vec::new(),
+            _ => Vec::new(),
         }
     }
 
@@ -397,7 +412,7 @@ impl Disk {
             // No handle is left, so nothing is in flight; but an io_uring may release its files a
             // moment later. (The kernel may use the file of a raw image on its own, for FUSE
             // passthrough or a loop device. That file stays locked as long.)
-            backend.files().iter().for_each(|raw| lock::release(raw.image()));
+            backend.files().for_each(|raw| lock::release(raw.image()));
         }
         closed
     }

@@ -15,6 +15,15 @@ use super::{Op, Request};
 /// Between two lines about one disk, ms: a full disk fails thousands of requests a second.
 const INTERVAL_MS: u64 = 30_000;
 
+/// Where a disk's data are, for the remedy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Storage {
+    /// On this host.
+    Here,
+    /// On a server. `asked`: the request was sent, so the front end had not asked in vain.
+    Server { asked: bool },
+}
+
 /// The failed requests of a disk.
 pub(super) struct Failures {
     opened: Instant,
@@ -35,14 +44,16 @@ impl Failures {
     /// Takes note of a request to the image at `path` that failed with `errno`. Called on the
     /// worker's thread.
     #[cold]
-    pub(super) fn note(&self, path: &Path, request: &Request, errno: i32) {
+    pub(super) fn note(&self, path: &Path, request: &Request, errno: i32, storage: Storage) {
         // What a front end can cause at will, and what it may ask in vain.
-        if matches!(errno, libc::EINVAL | libc::EOPNOTSUPP | libc::EPERM | libc::EROFS | libc::EFAULT) {
+        let its_own =
+            matches!(errno, libc::EINVAL | libc::EOPNOTSUPP | libc::EPERM | libc::EROFS | libc::EFAULT);
+        if its_own && storage != (Storage::Server { asked: true }) {
             return;
         }
         let now = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
         let Some(count) = self.due(now) else { return };
-        let text = line(path, request, errno, count);
+        let text = line(path, request, errno, count, storage);
         // Workers write no log lines. If no thread can be started, the message is lost.
         let thread = std::thread::Builder::new().name("vshunt-disk".to_owned());
         sandbox::detach(ThreadKind::Session, thread, move || tracing::error!("{text}"));
@@ -61,7 +72,7 @@ impl Failures {
     }
 }
 
-fn line(path: &Path, request: &Request, errno: i32, count: u64) -> String {
+fn line(path: &Path, request: &Request, errno: i32, count: u64, storage: Storage) -> String {
     let (shown, at) = (path.display(), request.offset);
     let what = match request.op {
         Op::Flush => "a flush".to_owned(),
@@ -76,9 +87,13 @@ fn line(path: &Path, request: &Request, errno: i32, count: u64) -> String {
         0 | 1 => String::new(),
         n => format!(", as did {} other requests since the last such line", n - 1),
     };
-    let remedy = match errno {
-        libc::ENOSPC | libc::EDQUOT => "; free space for the file, and let the guest try again",
-        _ => "; the kernel's log may have the reason",
+    let remedy = match (storage, errno) {
+        (Storage::Server { .. }, libc::ENOSPC) => "; free space on its server, and let the guest try again",
+        (Storage::Server { .. }, _) => "; the log of its server may have the reason",
+        (Storage::Here, libc::ENOSPC | libc::EDQUOT) => {
+            "; free space for the file, and let the guest try again"
+        }
+        (Storage::Here, _) => "; the kernel's log may have the reason",
     };
     format!("{shown}: {what} failed: {}{others}{remedy}", io::Error::from_raw_os_error(errno))
 }
@@ -86,6 +101,22 @@ fn line(path: &Path, request: &Request, errno: i32, count: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_front_end_asked_in_vain_is_a_failure_of_a_server_only() {
+        let (failures, io) = (Failures::default(), crate::Io::default());
+        let noted = |storage, errno| {
+            failures.next_ms.store(u64::MAX, Relaxed);
+            failures.note(Path::new("d"), &io.request, errno, storage);
+            failures.count.swap(0, Relaxed)
+        };
+        let (asked, refused) = (Storage::Server { asked: true }, Storage::Server { asked: false });
+        for errno in [libc::EPERM, libc::EINVAL, libc::EROFS, libc::EOPNOTSUPP] {
+            let counts = [Storage::Here, refused, asked].map(|s| noted(s, errno));
+            assert_eq!(counts, [0, 0, 1], "{errno}");
+        }
+        assert_eq!([Storage::Here, refused, asked].map(|s| noted(s, libc::EIO)), [1; 3]);
+    }
 
     #[test]
     fn one_line_in_an_interval_counts_the_others() {
@@ -105,12 +136,12 @@ mod tests {
         let mut io = crate::Io::default();
         io.reset(Op::Write, 4096, false);
         assert_eq!(
-            line(Path::new("/d.img"), &io.request, libc::ENOSPC, 3),
+            line(Path::new("/d.img"), &io.request, libc::ENOSPC, 3, Storage::Here),
             "/d.img: a write at byte 4096 failed: No space left on device (os error 28), as did 2 other requests \
              since the last such line; free space for the file, and let the guest try again"
         );
         assert_eq!(
-            line(Path::new("/d.img"), &io.request, libc::EIO, 1),
+            line(Path::new("/d.img"), &io.request, libc::EIO, 1, Storage::Here),
             "/d.img: a write at byte 4096 failed: Input/output error (os error 5); the kernel's log may have the \
              reason"
         );

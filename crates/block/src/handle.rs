@@ -15,9 +15,12 @@ use self::split::SplitRequests;
 use super::backend::{Backend, null};
 use super::bounce::Pool;
 use super::disk::Disk;
+use super::failures::Storage;
 use super::memory::Ram;
+use super::nbd::NbdHandle;
 use super::qcow2::Qcow2Handle;
 use super::raw::{Raw, UringFiles};
+use super::shared_client::ClientHandle;
 use super::write_observers::WriteObservers;
 use super::{Io, Step};
 
@@ -42,6 +45,7 @@ pub(super) enum Handle {
     Ram { ram: Arc<Ram>, readonly: bool },
     Raw { raw: Arc<Raw>, files: UringFiles },
     Qcow2(Box<Qcow2Handle>),
+    Nbd(NbdHandle),
     Gone,
 }
 
@@ -56,6 +60,7 @@ impl Disk {
             Backend::Ram(ram) => Handle::Ram { ram, readonly: self.readonly },
             Backend::Raw(raw) => Handle::Raw { files: raw.register(uring), raw },
             Backend::Qcow2(image) => Handle::Qcow2(Box::new(image.attach(uring))),
+            Backend::Nbd(nbd) => Handle::Nbd(nbd.attach(uring)),
             Backend::Gone => Handle::Gone,
         };
         let observers = Some(self.write_observers()).filter(|o| !o.is_idle() && !self.readonly);
@@ -95,7 +100,7 @@ impl DiskHandle {
             None => self.start_whole(uring, io, token),
             Some(part_bytes) => self.start_in_parts(part_bytes, uring, io, token),
         };
-        self.stepped(io, step)
+        self.stepped(io, step, false)
     }
 
     /// Starts a request, or a part of one.
@@ -115,7 +120,7 @@ impl DiskHandle {
         } else {
             self.resume_whole(uring, io, token, res)
         };
-        self.stepped(io, step)
+        self.stepped(io, step, true)
     }
 
     /// Continues a request, or a part of one.
@@ -141,6 +146,7 @@ impl DiskHandle {
             Handle::Raw { raw, .. } if raw.at_once(io) => Step::Done(raw.run_inline(io, &self.pool)),
             Handle::Raw { raw, files } => raw.start(*files, &self.pool, uring, io, token),
             Handle::Qcow2(image) => image.start(&self.pool, uring, io, token),
+            Handle::Nbd(nbd) => nbd.start(uring, io, token),
             Handle::Gone => Step::Done(-libc::EIO),
         }
     }
@@ -151,17 +157,19 @@ impl DiskHandle {
         match &self.handle {
             Handle::Raw { raw, files } => raw.resume(*files, &self.pool, uring, io, token, res),
             Handle::Qcow2(image) => image.resume(&self.pool, uring, io, token, res),
+            Handle::Nbd(nbd) => nbd.resume(uring, io, token, res),
             // These never have an operation in flight, so the completion is not one of theirs.
             Handle::Null | Handle::Ram { .. } | Handle::Gone => Step::Done(-libc::EIO),
         }
     }
 
     /// Removes the segments of a request that is complete, and returns their memory to the cache.
+    /// `asked`: it had an operation on the io_uring.
     #[inline]
-    fn stepped(&self, io: &mut Io, step: Step) -> Step {
+    fn stepped(&self, io: &mut Io, step: Step, asked: bool) -> Step {
         if let Step::Done(res) = step {
             if res < 0 {
-                self.failed(io, -res);
+                self.failed(io, -res, asked);
             }
             io.request.iov.clear();
         }
@@ -170,13 +178,14 @@ impl DiskHandle {
 
     /// Takes note of a request that failed.
     #[cold]
-    fn failed(&self, io: &Io, errno: i32) {
-        let path = match &self.handle {
-            Handle::Raw { raw, .. } => raw.path(),
-            Handle::Qcow2(image) => image.path(),
+    fn failed(&self, io: &Io, errno: i32, asked: bool) {
+        let (path, storage) = match &self.handle {
+            Handle::Raw { raw, .. } => (raw.path(), Storage::Here),
+            Handle::Qcow2(image) => (image.path(), image.place(asked)),
+            Handle::Nbd(nbd) => (nbd.path(), Storage::Server { asked }),
             Handle::Null | Handle::Ram { .. } | Handle::Gone => return,
         };
-        self.disk.failures.note(path, &io.request, errno);
+        self.disk.failures.note(path, &io.request, errno, storage);
     }
 
     /// Undoes [`Disk::attach`], on the same thread, with no request in flight.
@@ -188,6 +197,7 @@ impl DiskHandle {
         match self.handle {
             Handle::Raw { raw, .. } => raw.unregister(uring),
             Handle::Qcow2(image) => image.detach(uring),
+            Handle::Nbd(nbd) => nbd.detach(uring),
             Handle::Null | Handle::Ram { .. } | Handle::Gone => {}
         }
     }

@@ -10,6 +10,7 @@
 mod state;
 
 use qcow2::{Extent, Found};
+use vshunt_types::spec::Cache;
 
 pub(super) use self::state::{DriverState, Qcow2State, SplitState, Stage};
 use super::{IoVecs, Op};
@@ -35,6 +36,24 @@ pub struct Request {
 impl Default for Request {
     fn default() -> Self {
         Self { op: Op::Flush, offset: 0, len: 0, fua: false, iov: IoVecs::default(), found: None }
+    }
+}
+
+impl Request {
+    /// Returns whether a write is on stable storage when it completes.
+    #[inline]
+    pub(super) fn is_durable(&self, cache: Cache) -> bool {
+        match cache {
+            Cache::Writeback => self.fua,
+            Cache::Writethrough => true,
+            Cache::Unsafe => false,
+        }
+    }
+
+    /// Returns the offset and the length, bytes. A flush has no range, whatever it says.
+    #[inline]
+    pub(super) fn range(&self) -> (u64, u64) {
+        if self.op == Op::Flush { (0, 0) } else { (self.offset, self.len) }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Disks: raw files and block devices, qcow2 images, memory, and none.
+//! Disks: raw files and block devices, qcow2 images, NBD servers, memory, and none.
 //!
 //! Control threads open, change and close a [`Disk`]. A queue uses it through a [`DiskHandle`], on
 //! its worker's thread. A request is an [`Io`] in a slot of the queue. [`DiskHandle::start`] starts
@@ -51,12 +51,14 @@ mod failures;
 mod file_storage;
 mod fleece;
 mod handle;
+mod image_file;
 mod io;
 mod iovec_cache;
 mod iovecs;
 mod limits;
 mod lock;
 mod memory;
+mod nbd;
 mod offline;
 mod op;
 mod overlay;
@@ -68,6 +70,7 @@ mod persistent_bitmaps;
 mod qcow2;
 mod raw;
 mod replace;
+mod shared_client;
 mod stream;
 mod wake_now;
 mod write_observers;
@@ -87,6 +90,7 @@ pub use io::{Io, Request};
 pub use iovecs::IoVecs;
 pub use limits::{Limits, SECTOR_BYTES};
 pub use lock::{lock as lock_image, lock_telling as lock_image_telling, release as unlock_image};
+pub use nbd::certificates_of;
 pub use offline::SnapshotInfo;
 pub use op::{Op, Step};
 pub use overlay::Overlay;

@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use qcow2::Image;
 use qcow2::check::{Quiet, Repair, check};
 use qcow2::create::Preallocation;
 use qcow2::resize::Around;
 use qcow2::snapshot::{self, Snapshot, read_table};
-use qcow2::{Image, Storage};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::DiskSpec;
 
@@ -69,7 +69,7 @@ impl Disk {
                 Some(_) => Some(closed.file(1)?),
                 None => None,
             };
-            let data = data.as_ref().map(|d| d as &dyn Storage);
+            let data = data.as_deref();
             let around = Around { data, below: closed.backing_bytes, preallocation: Preallocation::Off };
             Ok(qcow2::resize::resize(image, size_bytes, &around, &mut |_, _| {}))
         })
@@ -211,14 +211,14 @@ impl Disk {
         let mut done = None;
         self.replace(now, now, &[], |closed| {
             let file = closed.file(0)?;
-            let found = check(&file, Repair::No, &mut Quiet).map_err(|e| wrong(now, &e))?;
+            let found = check(&*file, Repair::No, &mut Quiet).map_err(|e| wrong(now, &e))?;
             if found.corruptions > 0 || found.check_errors > 0 {
                 return Err(Error::invalid(format!(
                     "{} has errors and stays as it is: end the daemon, and 'vshunt image check -r all' it",
                     shown(now)
                 )));
             }
-            let mut image = Image::open(&file).map_err(|e| wrong(now, &e))?;
+            let mut image = Image::open(&*file).map_err(|e| wrong(now, &e))?;
             if image.header().is_open() {
                 return Err(Error::busy(format!(
                     "{} could not be closed, and stays as it is; try again",

@@ -31,8 +31,8 @@ pub enum Op {
     /// Allocates the space of the range, so that later writes to it cannot fail for lack of space.
     Allocate,
     /// Asks whether there is data at `offset`, and for how many bytes (at most `len`) the answer
-    /// holds. The answer is in [`Request::found`](super::Request::found). Only qcow2 images and
-    /// files in memory know about holes; other disks answer that all is data.
+    /// holds. The answer is in [`Request::found`](super::Request::found). Disks in memory know no
+    /// holes, and servers not always: they answer that all is data.
     Seek {
         /// Whether to look at the image alone, without its backing images.
         own: bool,

@@ -199,6 +199,10 @@ impl Disk {
 fn image_of(spec: &DiskSpec) -> Result<&Path> {
     match (&spec.file, spec.format()) {
         (Some(path), Format::Raw | Format::Qcow2) => Ok(path),
+        (None, Format::Qcow2) => Err(Error::unsupported(format!(
+            "the image of disk {} is on a server, and an overlay on this host cannot stand on it: take an internal snapshot",
+            spec.name
+        ))),
         _ => Err(Error::unsupported(format!(
             "disk {} has no image that an overlay could stand on: formats raw and qcow2 have",
             spec.name

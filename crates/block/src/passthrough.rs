@@ -42,7 +42,7 @@ impl Disk {
     pub fn passthrough_in_use(&self) -> bool {
         match &self.backend() {
             Backend::Raw(raw) => lock::has_passthrough(raw.image()),
-            Backend::Null | Backend::Ram(_) | Backend::Qcow2(_) | Backend::Gone => false,
+            _ => false,
         }
     }
 }

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use qcow2::Storage;
 use qcow2::bitmap::Loaded;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Cache, DiskSpec, Format};
@@ -23,6 +24,7 @@ use vshunt_types::sync::LockedShared;
 use super::backend::Backend;
 use super::disk::Disk;
 use super::file_storage::FileStorage;
+use super::image_file::Remote;
 use super::limits::Limits;
 use super::qcow2::store_in_use;
 use super::raw::Raw;
@@ -38,8 +40,11 @@ pub(super) struct Closed {
 
 impl Closed {
     /// Opens one of the files for a change: 0 is the image, 1 its data file.
-    pub(super) fn file(&self, number: usize) -> Result<FileStorage> {
-        let file = self.backend.files().get(number).map(|raw| FileStorage::of(raw, false, false));
+    pub(super) fn file(&self, number: usize) -> Result<Box<dyn Storage>> {
+        let file = match &self.backend {
+            Backend::Qcow2(image) => image.storage(number),
+            _ => None,
+        };
         match file {
             Some(file) => file.map_err(|e| Error::io(format_args!("cannot open {}", self.path), e)),
             None => Err(Error::invalid(format!("{} has no data file", self.path))),
@@ -48,7 +53,7 @@ impl Closed {
 
     /// Returns the image.
     pub(super) fn image(&self) -> Option<&Arc<File>> {
-        self.backend.files().first().map(|raw| raw.image())
+        self.backend.image().map(Raw::image)
     }
 }
 
@@ -72,7 +77,7 @@ impl OldImage {
         }
         if self.locked {
             // An io_uring may keep the files open for a moment.
-            self.backend.files().iter().for_each(|raw| lock::release(raw.image()));
+            self.backend.files().for_each(|raw| lock::release(raw.image()));
         }
     }
 }
@@ -140,23 +145,22 @@ impl Disk {
         let old = std::mem::replace(&mut *backend, Backend::Gone);
         let mut held: Vec<Held> = Vec::new();
         held.extend(locked.iter().map(|file| Held { file: file.clone(), readonly: false }));
-        held.extend(
-            old.files().iter().map(|raw| Held { file: raw.image().clone(), readonly: raw.readonly() }),
-        );
+        held.extend(old.files().map(|raw| Held { file: raw.image().clone(), readonly: raw.readonly() }));
         let backing_bytes = match &old {
             Backend::Qcow2(image) => image.backing_bytes(),
             _ => None,
         };
+        let remote = old.remote().cloned();
         let closed = Closed { backend: old, backing_bytes, path: path.clone() };
         let opened = work(&closed).and_then(|()| {
             move_bitmaps(next, bitmaps)?;
-            self.open_again(next, &held)
+            self.open_again(next, &held, remote.clone())
         });
         // An io_uring may keep the old files open for a moment, so their locks are released
         // explicitly.
         let (result, new) = match opened {
             Ok(new) => (Ok(()), Ok(new)),
-            Err(e) => (Err(e), self.open_again(now, &held)),
+            Err(e) => (Err(e), self.open_again(now, &held, remote)),
         };
         match new {
             Ok((new, size_bytes)) => {
@@ -198,7 +202,7 @@ impl Disk {
         &self,
         next: &DiskSpec,
     ) -> impl FnOnce() -> std::io::Result<()> + Send + 'static + use<> {
-        let image = self.backend().files().first().map(|raw| raw.image().clone());
+        let image = self.backend().files().next().map(|raw| raw.image().clone());
         let next = shown(next);
         move || image.map_or(Ok(()), |image| overlay_xattr::set_moved(&image, next.as_ref()))
     }
@@ -216,16 +220,16 @@ impl Disk {
         true
     }
 
-    /// Returns the permissions and the owner of the file of the image. None for a device, and for a
-    /// file that another program serves.
+    /// Returns the permissions and the owner of the file of the image. None for a device, a file
+    /// that another program serves, and an image on a server.
     pub fn file_metadata(&self) -> Option<Metadata> {
         let backend = self.backend();
-        let image = backend.files().first().filter(|raw| !raw.may_wait())?.image();
+        let image = backend.image().filter(|raw| !raw.may_wait())?.image();
         image.metadata().ok().filter(Metadata::is_file)
     }
 
     fn with_image(&self, f: impl FnOnce(&File) -> std::io::Result<()>) -> std::io::Result<()> {
-        self.backend().files().first().map_or(Ok(()), |raw| f(raw.image()))
+        self.backend().files().next().map_or(Ok(()), |raw| f(raw.image()))
     }
 
     /// Checks that this disk can continue in what `target` is made of. `next`: its description
@@ -261,12 +265,13 @@ impl Disk {
         self.replace(now, now, &[], |_| Ok(()))
     }
 
-    /// Opens an image. Other descriptors may hold locks of its files.
-    fn open_again(&self, spec: &DiskSpec, held: &[Held]) -> Result<(Backend, u64)> {
+    /// Opens an image. Other descriptors may hold locks of its files. `remote`: its file on a
+    /// server.
+    fn open_again(&self, spec: &DiskSpec, held: &[Held], remote: Option<Remote>) -> Result<(Backend, u64)> {
         let spec_unlocked = DiskSpec { locking: false, size: None, ..spec.clone() };
-        let (backend, size_bytes, limits) = Backend::open(&spec_unlocked, self.growable())?;
+        let (backend, size_bytes, limits) = Backend::open_again(&spec_unlocked, self.growable(), remote)?;
         let result = self.check_limits(spec, &limits).and_then(|()| match self.is_locked() {
-            true => backend.files().iter().try_for_each(|raw| inherit(raw, held)),
+            true => backend.files().try_for_each(|raw| inherit(raw, held)),
             false => Ok(()),
         });
         match result {
@@ -275,7 +280,7 @@ impl Disk {
                 if let Backend::Qcow2(image) = &backend {
                     image.close();
                 }
-                backend.files().iter().for_each(|raw| lock::release(raw.image()));
+                backend.files().for_each(|raw| lock::release(raw.image()));
                 Err(e)
             }
         }
@@ -331,10 +336,10 @@ fn inherit(raw: &Raw, held: &[Held]) -> Result<()> {
     lock::lock(raw.image(), raw.path(), raw.readonly())
 }
 
-/// Returns the path of a disk's image, for messages.
+/// Returns the path of a disk's image, or the URI of its server, for messages.
 pub(super) fn shown(spec: &DiskSpec) -> String {
     let file = spec.file.as_deref().map(|file| file.display().to_string());
-    file.unwrap_or_else(|| format!("disk {}", spec.name))
+    file.or_else(|| spec.uri.clone()).unwrap_or_else(|| format!("disk {}", spec.name))
 }
 
 #[cfg(test)]

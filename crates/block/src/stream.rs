@@ -97,7 +97,7 @@ impl Disk {
         let wrong = |e: qcow2::Error| Error::invalid(format!("{}: {e}", shown(now)));
         self.replace(now, now, &[], |closed| {
             let file = closed.file(0)?;
-            let mut image = Image::open(&file).map_err(wrong)?;
+            let mut image = Image::open(&*file).map_err(wrong)?;
             if image.header().is_open() {
                 return Err(Error::busy(format!(
                     "{} could not be closed, and keeps its backing image; try again",

@@ -200,13 +200,11 @@ impl Daemon {
     /// process, after waiting for it.
     pub(super) fn check_image(&self, spec: &DiskSpec) -> Result<()> {
         let disks: Vec<_> = self.state().disks.values().cloned().collect();
-        let (Some(other), Some(file)) = (disks.iter().find(|d| d.disk.locks_out(spec)), &spec.file) else {
-            return Ok(());
-        };
+        let Some(other) = disks.iter().find(|d| d.disk.locks_out(spec)) else { return Ok(()) };
         let readonly = if spec.readonly { "make that readonly=on too" } else { "give both readonly=on" };
         Err(Error::busy(format!(
             "{} is the image of disk {} of this daemon already; export that one, or {readonly}",
-            file.display(),
+            spec.image(),
             other.name
         )))
     }

@@ -80,7 +80,7 @@ pub use poll_state::{PollEvent, PollState};
 pub use pool::{FIRST_WORKER, MAX_WORKERS, Settings, WorkerState, Workers, allowed_cpus};
 pub use queue::{Forwarder, Queue, QueueStats, State};
 pub use thread::{BUDGET, DEFAULT_POLL_US, POLL_US_MAX};
-pub use uring::{Token, Uring, UringFile};
+pub use uring::{ClientId, RingClient, Token, Uring, UringFile};
 pub use wait::lock_until;
 
 /// Names a worker. An id is never used again while the daemon runs.

@@ -18,7 +18,7 @@ use super::phases::Phase;
 use super::policy::{Rest, RestPolicy, Usage};
 use super::probes;
 use super::queue::{Forwarder, Queue, QueueStats};
-use super::uring::{Completion, Token, Uring};
+use super::uring::{CLIENT_INDEX, Completion, Token, Uring};
 
 /// Most requests taken from one queue before the other queues are served.
 pub const BUDGET: u32 = 64;
@@ -37,8 +37,9 @@ const POLLS_A_LOOK: u32 = 16;
 const FEW: u64 = 16;
 /// Token index of the mailbox. Queues have the lower ones.
 const MAILBOX_INDEX: u16 = u16::MAX;
-/// Most queues of a worker: token indices have 16 bits, and the mailbox has one of them.
-pub(super) const QUEUES_MAX: usize = MAILBOX_INDEX as usize;
+/// Most queues of a worker: token indices have 16 bits. The mailbox and the clients of the io_uring
+/// have one each.
+pub(super) const QUEUES_MAX: usize = CLIENT_INDEX as usize;
 
 /// What an iteration found.
 struct Iteration {

@@ -5,6 +5,8 @@
 //! completion finds its queue. The memory that a pushed operation names must stay valid until its
 //! completion was taken.
 
+mod clients;
+
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -14,6 +16,10 @@ use io_uring::register::Restriction;
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use rustix::process::{Resource, getrlimit};
 use vshunt_sandbox as sandbox;
+
+pub(super) use self::clients::CLIENT_INDEX;
+use self::clients::Clients;
+pub use self::clients::{ClientId, RingClient};
 
 /// Operations that fit between two enters. For more, an extra enter is made.
 const SQ_ENTRIES: u32 = 256;
@@ -126,6 +132,8 @@ pub struct Uring {
     at_once: Vec<Completion>,
     /// Completions of the worker's next iteration; see [`defer`](Self::defer).
     deferred: Vec<Completion>,
+    /// What has operations of its own here.
+    clients: Clients,
     /// The taskrun flag is set although no task work waits. The kernel sets it after it has added
     /// work, possibly so late that the work is done by then. The flag stays set until there is work
     /// again.
@@ -173,6 +181,7 @@ impl Uring {
             for_devices: 0,
             at_once: Vec::new(),
             deferred: Vec::new(),
+            clients: Clients::default(),
             stale: false,
             io_wq_threads: 0,
             // Determined here, because a worker's thread may not query limits later.
@@ -425,7 +434,7 @@ impl Uring {
     /// # Errors
     /// Those of io_uring_enter(2).
     pub fn send(&mut self) -> io::Result<()> {
-        while !self.io.submission().is_empty() {
+        while self.clients.have_asked() || !self.io.submission().is_empty() {
             self.enter(false)?;
         }
         Ok(())
@@ -446,8 +455,9 @@ impl Uring {
     /// for task work or did not fit.
     #[inline]
     pub(super) fn wants_enter(&mut self) -> bool {
+        let asked = self.clients.have_asked();
         let submission = self.io.submission();
-        !submission.is_empty() || (submission.taskrun() && !self.stale) || submission.cq_overflow()
+        asked || !submission.is_empty() || (submission.taskrun() && !self.stale) || submission.cq_overflow()
     }
 
     /// Returns whether only an enter can tell if completions wait for task work.
@@ -458,6 +468,7 @@ impl Uring {
     /// Submits the pushed operations and collects completions. Waits for one completion if `wait`.
     /// Returns how many operations were submitted.
     pub(super) fn enter(&mut self, wait: bool) -> io::Result<usize> {
+        self.submit_clients();
         self.for_devices = 0;
         let flag_alone = self.io.submission().is_empty();
         let wait = wait && self.at_once.is_empty() && self.deferred.is_empty();
@@ -473,6 +484,7 @@ impl Uring {
     /// Sleeps until there is a completion, or for at most `limit`. Returns false if the limit ended
     /// the sleep.
     pub(super) fn wait(&mut self, limit: Option<std::time::Duration>) -> io::Result<bool> {
+        self.submit_clients();
         self.for_devices = 0;
         let Some(limit) = limit.filter(|_| self.at_once.is_empty() && self.deferred.is_empty()) else {
             return self.enter(true).map(|_| true);
@@ -496,10 +508,19 @@ impl Uring {
                 continue;
             }
             let more = cqueue::more(cqe.flags());
+            let token = Token::unpack(cqe.user_data());
+            let completion = Completion { token, result: cqe.result(), more };
+            if token.index == CLIENT_INDEX {
+                self.clients.arrive(completion);
+                continue;
+            }
             if !more {
                 self.pending -= 1;
             }
-            into.push(Completion { token: Token::unpack(cqe.user_data()), result: cqe.result(), more });
+            into.push(completion);
+        }
+        if self.clients.have_arrived() {
+            self.complete_clients();
         }
         self.pending -= self.at_once.len() as u64;
         into.append(&mut self.at_once);

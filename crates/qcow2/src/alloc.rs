@@ -51,7 +51,7 @@ pub(crate) enum Take {
     Load(u64, u64),
     /// Another request reads it. The caller is woken.
     Wait,
-    /// The refcount table has no room for more.
+    /// The refcount table or the file has no room for more.
     Full,
 }
 
@@ -81,6 +81,8 @@ pub(crate) struct Alloc {
     cursor: u64,
     /// The first cluster that was never written. From here on, clusters read as zeroes.
     unwritten: u64,
+    /// The first cluster that the file has no room for.
+    limit: u64,
     removed: Vec<Removed>,
     /// Is told of new refcount blocks.
     overlap: Option<Arc<OverlapCheck>>,
@@ -118,6 +120,7 @@ impl Alloc {
             clock: 0,
             cursor: 0,
             unwritten: file_clusters,
+            limit: u64::MAX,
             removed: Vec::new(),
             overlap: None,
             flushes: 0,
@@ -129,6 +132,11 @@ impl Alloc {
         Self { overlap, ..self }
     }
 
+    /// Sets the number of clusters that the file has room for.
+    pub(crate) fn limit_to(&mut self, clusters: u64) {
+        self.limit = clusters;
+    }
+
     /// Returns the first cluster that was never used.
     pub(crate) fn end(&self) -> u64 {
         self.unwritten
@@ -137,6 +145,9 @@ impl Alloc {
     /// Takes a run of 1 to `most` clusters.
     pub(crate) fn take(&mut self, most: u64, waker: Waker) -> Take {
         loop {
+            if self.cursor >= self.limit {
+                return Take::Full;
+            }
             let index = self.cursor / self.entries;
             let Some(&offset) = self.table.get(to_usize(index)) else { return Take::Full };
             if !self.blocks.contains_key(&index) {
@@ -183,13 +194,14 @@ impl Alloc {
     fn run(&mut self, index: u64, most: u64) -> Option<Reserve> {
         self.clock += 1;
         let (order, entries, clock) = (self.order, self.entries, self.clock);
+        let room = entries.min(self.limit - index * entries);
         let block = self.blocks.get_mut(&index).expect("it is here");
         block.used = clock;
         let free = |block: &Block, i: u64| refcount::get(&block.data, to_usize(i), order) == 0;
-        let first = (self.cursor % entries..entries).find(|i| free(block, *i))?;
+        let first = (self.cursor % entries..room).find(|i| free(block, *i))?;
         let start = index * entries + first;
         // A run contains only clusters that are known to be zero, or only other clusters.
-        let end = if start < self.unwritten { entries.min(first + self.unwritten - start) } else { entries };
+        let end = if start < self.unwritten { room.min(first + self.unwritten - start) } else { room };
         let count = (first..end).take(to_usize(most)).take_while(|i| free(block, *i)).count() as u64;
         (first..first + count).for_each(|i| refcount::set(&mut block.data, to_usize(i), order, 1));
         block.dirty = true;

@@ -160,6 +160,20 @@ pub fn make_ready(storage: &dyn Storage) -> Result<()> {
 /// # Errors
 /// Those of [`make_ready`].
 pub fn make_ready_for(storage: &dyn Storage, room: bool) -> Result<()> {
+    ready(storage, |h| if room { reached(h) } else { h.clusters() })
+}
+
+/// Like [`make_ready`], for a file that keeps its length ([`Served::with_fixed_file`]).
+///
+/// # Errors
+/// Those of [`make_ready`].
+pub fn make_ready_in_fixed_file(storage: &dyn Storage) -> Result<()> {
+    ready(storage, |_| 0)
+}
+
+/// Prepares an image for writing. `more` returns the clusters that the disk may need beyond those
+/// that the file has room for.
+fn ready(storage: &dyn Storage, more: impl Fn(&Header) -> u64) -> Result<()> {
     let mut image = Image::open(storage)?;
     if image.header().autoclear & !autoclear::KNOWN != 0 {
         // This clears them.
@@ -168,10 +182,9 @@ pub fn make_ready_for(storage: &dyn Storage, room: bool) -> Result<()> {
     let h = image.header().clone();
     let (entries, table) = (h.refblock_entries(), u64::from(h.reftable_clusters) * h.cluster_size() / 8);
     let there = image.len.div_ceil(h.cluster_size());
-    let clusters = if room { reached(&h) } else { h.clusters() };
-    let disk = if h.has(incompatible::DATA_FILE) { 0 } else { clusters };
+    let disk = if h.has(incompatible::DATA_FILE) { 0 } else { more(&h) };
     // Clusters that wait to be freed, and the blocks that count all this.
-    let all = (there + disk + h.l1_needed()) / 4 * 5;
+    let all = if more(&h) == 0 { there } else { (there + disk + h.l1_needed()) / 4 * 5 };
     let need = (all + all / entries).div_ceil(entries) + 1;
     let most = REFTABLE_BYTES_MAX.max(h.cluster_size()) / 8;
     if need.min(most) <= table {
@@ -323,6 +336,13 @@ impl Served {
     pub fn reload_open_header(&mut self, storage: &dyn Storage) -> Result<()> {
         self.header_copy = Some(HeaderCopy::new(OpenHeader::of(storage, &self.header)?));
         Ok(())
+    }
+
+    /// Takes no cluster behind the end of the file, which has `bytes` bytes and keeps that length:
+    /// a device, or an export of a server. A write that needs one fails with `ENOSPC`.
+    pub fn with_fixed_file(self, bytes: u64) -> Self {
+        self.alloc.locked().limit_to(bytes >> self.cluster_bits);
+        self
     }
 
     /// Lets an image that is only read appear as if these changes were in it.

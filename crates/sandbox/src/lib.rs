@@ -109,11 +109,20 @@ pub enum ThreadKind {
     Metrics,
     /// Queues of guests.
     Worker,
+    /// Servers of disks: it connects to them.
+    Remote,
 }
 
 impl ThreadKind {
-    const ALL: [Self; 6] =
-        [Self::Control, Self::Session, Self::NetSession, Self::Mount, Self::Metrics, Self::Worker];
+    const ALL: [Self; 7] = [
+        Self::Control,
+        Self::Session,
+        Self::NetSession,
+        Self::Mount,
+        Self::Metrics,
+        Self::Worker,
+        Self::Remote,
+    ];
 
     const fn name(self) -> &'static str {
         match self {
@@ -123,6 +132,7 @@ impl ThreadKind {
             Self::Mount => "mount",
             Self::Metrics => "metrics",
             Self::Worker => "worker",
+            Self::Remote => "remote",
         }
     }
 
@@ -144,6 +154,8 @@ impl ThreadKind {
             // Until its io_uring is made: without these, the io_uring counts against
             // RLIMIT_MEMLOCK, and kernel.io_uring_disabled=1 refuses it.
             Self::Worker => CapabilitySet::IPC_LOCK | CapabilitySet::SYS_ADMIN,
+            // The sockets of servers may belong to other users.
+            Self::Remote => CapabilitySet::DAC_OVERRIDE,
             Self::Metrics => CapabilitySet::empty(),
         }
     }
@@ -224,7 +236,7 @@ struct Running {
     capabilities: CapabilitySet,
     set_user_id: bool,
     /// One for each of [`ThreadKind::ALL`]. None: no filter.
-    filters: [Option<filter::Program>; 6],
+    filters: [Option<filter::Program>; 7],
     /// The paths that all threads may open.
     process: Option<Ruleset>,
     /// The rules that `process` was made of, if paths are restricted.

@@ -76,6 +76,9 @@ const MOUNT: &[u32] = calls! {
 /// The metrics thread: it reads settings of workers.
 const METRICS: &[u32] = calls! { SYS_getpriority SYS_getdents64 SYS_getuid SYS_geteuid };
 
+/// The thread that connects to the server of a disk. It opens no file.
+const REMOTE: &[u32] = calls! { SYS_socket SYS_connect };
+
 /// Control threads: files and sockets. Left out are calls that make or signal processes (fork,
 /// execve, kill, wait4, pidfd_*), and those that change what the process is or reach into others
 /// (mount, setns, unshare, setuid and the like, ptrace, process_vm_*, keyctl, perf_event_open,
@@ -91,6 +94,8 @@ const CONTROL: &[u32] = calls! {
     SYS_getuid SYS_geteuid SYS_getgid SYS_getegid SYS_capget SYS_get_robust_list
     // A journal names its image by its handle.
     SYS_name_to_handle_at
+    // The C library asks for the addresses of a host by several messages at once.
+    SYS_sendmmsg
 };
 
 #[cfg(target_arch = "x86_64")]
@@ -158,6 +163,7 @@ pub(super) fn allowed(kind: ThreadKind) -> Vec<u32> {
         ThreadKind::Mount => &[SOCKETS, MOUNT],
         ThreadKind::Metrics => &[SOCKETS, METRICS],
         ThreadKind::Worker => &[],
+        ThreadKind::Remote => &[SOCKETS, REMOTE],
     };
     [ALL, ALL_OLD, ALL_LIBC, &groups.concat()].concat()
 }
@@ -180,7 +186,7 @@ pub(super) fn guest_paths() -> Vec<Rule> {
 
 /// Operations that io_urings accept; all others complete with EACCES. A filter of system calls does
 /// not see them.
-pub const URING_OPERATIONS: [u8; 17] = [
+pub const URING_OPERATIONS: [u8; 20] = [
     opcode::Nop::CODE,
     opcode::Read::CODE,
     opcode::Readv::CODE,
@@ -198,6 +204,10 @@ pub const URING_OPERATIONS: [u8; 17] = [
     opcode::AsyncCancel::CODE,
     opcode::MsgRingData::CODE,
     opcode::UringCmd16::CODE,
+    // Connections to servers of disks.
+    opcode::SendMsg::CODE,
+    opcode::RecvMsg::CODE,
+    opcode::Recv::CODE,
 ];
 
 /// Registrations that an io_uring accepts after it was made (IORING_REGISTER_* of

@@ -43,6 +43,8 @@ pub enum Format {
     Null,
     /// Memory of the daemon. It is lost when the daemon ends.
     Ram,
+    /// An export of an NBD server.
+    Nbd,
 }
 
 /// Whether a disk bypasses the page cache.
@@ -76,15 +78,18 @@ pub enum Cache {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskSpec {
     /// The name, unique among disks. Flags and configuration files may leave it out if there is a
-    /// `file`: it is then the name of the file without its ending.
+    /// `file`: it is then the name of the file without its ending. With a `uri` it is `nbd`.
     pub name: String,
-    /// The format. Absent: `raw`. A file that begins as a qcow2 image is refused as `raw`.
+    /// The format. Absent: `raw`, or that of the `uri`. A file that begins as a qcow2 image is
+    /// refused as `raw`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
-    /// The path of the image, for `raw` and `qcow2`.
+    /// The path of the image, for `raw` and `qcow2`. A `qcow2` image on a server has a `uri`
+    /// instead.
     #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "shown_path")]
     pub file: Option<PathBuf>,
-    /// The size in bytes, a multiple of 512, for `null` and `ram`. A file has its own size.
+    /// The size in bytes, a multiple of 512, for `null` and `ram`. Files and servers have their
+    /// own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,
     /// Whether writes are refused and the image is opened read-only.
@@ -104,12 +109,32 @@ pub struct DiskSpec {
     /// 32 MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_size: Option<u64>,
+    /// For `nbd`: the server and its export, as `nbd://host:port/export` or
+    /// `nbd+unix:///export?socket=/path`; `nbds` instead of `nbd` for TLS. Absent port: 10809.
+    /// Bytes with a meaning in URIs are written as in `%2F`. For `qcow2`: the server that has the
+    /// image, in the same way. The keys of `nbd` disks are for it, too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uri: Option<String>,
+    /// For `nbd`: how long requests wait for a lost connection before they fail, in seconds (0 to
+    /// 86400). Requests in flight are sent again. Absent: 0, they fail at once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reconnect_delay: Option<u32>,
+    /// For `nbd`: how long the server is tried again when the disk is added, in seconds (0 to
+    /// 86400). Absent: 0, it is tried once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub open_timeout: Option<u32>,
 }
 
 impl DiskSpec {
     /// Kind of image.
     pub fn format(&self) -> Format {
-        self.format.unwrap_or_default()
+        self.format.unwrap_or(if self.uri.is_some() { Format::Nbd } else { Format::Raw })
+    }
+
+    /// The file or URI of the image, for messages. Empty for memory.
+    pub fn image(&self) -> String {
+        let file = self.file.as_ref().map(|file| file.display().to_string());
+        file.or_else(|| self.uri.clone()).unwrap_or_default()
     }
 }
 

@@ -192,7 +192,8 @@ impl Spec for DiskSpec {
     }
 
     fn default_name(value: &dyn Fn(&str) -> Option<String>) -> Option<String> {
-        value("file").map(|file| name_of(Path::new(&file), "disk"))
+        let file = value("file").map(|file| name_of(Path::new(&file), "disk"));
+        file.or_else(|| value("uri").map(|_| "nbd".to_owned()))
     }
 
     fn unfinished(name: String, _value: &dyn Fn(&str) -> Option<String>) -> Option<Self> {

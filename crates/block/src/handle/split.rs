@@ -8,7 +8,7 @@
 //! | `ram`, files in memory | it copies |
 //! | a file in the page cache | it copies, in the io_uring_enter that starts the operation |
 //! | `qcow2` | it writes zeroes to the guest's memory where a read finds no cluster |
-//! | a file or device with O_DIRECT, `null` | nothing: their requests are not split |
+//! | a file or device with O_DIRECT, `nbd`, `null` | nothing: their requests are not split |
 //!
 //! So a long request is done in parts, and the other queues are served after each part. Each part
 //! is a whole request of the backend, which does not know about the others. One long request of
@@ -55,7 +55,7 @@ impl SplitRequests {
             Backend::Ram(_) => Some(COPY_BYTES),
             Backend::Qcow2(image) => Some(COPY_BYTES.max(image.cluster_bytes())),
             Backend::Raw(raw) => (!raw.direct_in_use()).then_some(COPY_BYTES),
-            Backend::Null | Backend::Gone => None,
+            Backend::Null | Backend::Nbd(_) | Backend::Gone => None,
         };
         Self {
             copy_bytes,

@@ -68,6 +68,8 @@ pub enum LostReason {
     Older,
     /// The image was written without a journal.
     Without,
+    /// The image is on a server, and was written with a journal on the host that it was on.
+    Elsewhere,
 }
 
 impl std::fmt::Display for LostReason {
@@ -86,6 +88,7 @@ impl std::fmt::Display for LostReason {
                  the image with that version first)"
             }
             Self::Without => "was written without a journal",
+            Self::Elsewhere => "has its journal on the host where it was a file",
         })
     }
 }
@@ -111,6 +114,22 @@ fn from_header(header: &Header) -> Option<Recovered> {
         Some(Open::Without { stable: true }) => Some(Recovered::CountsOnly),
         Some(Open::Without { stable: false }) => Some(Recovered::Lost(LostReason::Without)),
         None => Some(Recovered::Lost(LostReason::Missing)),
+    }
+}
+
+/// Returns the state of an image that can have no journal here, because it is on a server.
+pub(super) fn without_journal(header: &Header) -> Recovered {
+    from_header(header).unwrap_or(Recovered::Lost(LostReason::Elsewhere))
+}
+
+/// [`read_only`] for an image on a server. No lock tells whether another process has it open.
+pub(super) fn read_only_without(header: &Header) -> JournalView {
+    if journal::journal_of(header).is_none() {
+        return JournalView::Complete;
+    }
+    match without_journal(header) {
+        Recovered::Lost(why) => JournalView::Lost(why),
+        _ => JournalView::Complete,
     }
 }
 

@@ -9,52 +9,71 @@ use std::sync::atomic::AtomicBool;
 use qcow2::check::{Quiet, Repair, check};
 use qcow2::header::{Header, incompatible};
 use qcow2::journal::Changes;
-use qcow2::{Chain, FileId, Layer, Served, Settings, make_ready_for};
+use qcow2::{Chain, FileId, Layer, Served, Settings, Storage, make_ready_for, make_ready_in_fixed_file};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Cache, DiskSpec, Format};
 
-use super::Qcow2;
 use super::bitmaps::Bitmaps;
 use super::journal::{self, JournalView, Recovered};
 use super::journal_file::{self, JournalFile};
-use crate::file_storage::{FileStorage, in_folder_of};
+use super::{Qcow2, repair_command};
+use crate::file_storage::in_folder_of;
+use crate::image_file::{ImageFile, Remote, remote_of};
 use crate::limits::{Limits, SECTOR_BYTES};
 use crate::overlay_xattr;
-use crate::raw::{self, Raw};
+use crate::raw;
 
 /// Most backing images of an image. A longer chain is a loop.
 const CHAIN_MAX: usize = 200;
 
 /// The files that are open so far.
 struct OpenFiles {
-    files: Vec<Raw>,
+    files: Vec<ImageFile>,
     limits: Option<Limits>,
+    /// The remote file of the image, if it is open already.
+    remote: Option<Remote>,
 }
+
+/// A storage to read an open file.
+type Plain = Box<dyn Storage>;
 
 impl OpenFiles {
     /// Opens one more file. Returns its number, its size, and a storage to read it.
-    fn add(&mut self, spec: &DiskSpec) -> Result<(FileId, u64, FileStorage)> {
-        let (raw, size, limits) = raw::open_part(spec)?;
-        let shown = spec.file.as_deref().unwrap_or(Path::new("")).display();
-        let no_sync = spec.cache == Cache::Unsafe;
-        let plain = FileStorage::of(&raw, spec.readonly, no_sync)
-            .map_err(|e| Error::io(format_args!("cannot read {shown}"), e))?;
+    fn add(&mut self, spec: &DiskSpec) -> Result<(FileId, u64, Plain)> {
+        let (file, size, limits) = match remote_of(spec)? {
+            None => {
+                let (raw, size, limits) = raw::open_part(spec)?;
+                (ImageFile::Local(raw), size, limits)
+            }
+            Some(part) => {
+                let (remote, limits) = match self.remote.take() {
+                    Some(open) => open.again(),
+                    None => Remote::open(spec, &part)?,
+                };
+                let bytes = remote.bytes();
+                (ImageFile::Remote(remote), bytes, limits)
+            }
+        };
+        let plain = file
+            .storage(spec.readonly, spec.cache == Cache::Unsafe)
+            .map_err(|e| Error::io(format_args!("cannot read {}", file.path().display()), e))?;
         self.limits.get_or_insert(limits);
-        self.files.push(raw);
+        self.files.push(file);
         Ok((self.files.len() as FileId - 1, size, plain))
     }
 }
 
 /// Opens and locks the image of `spec`, its data file and its backing images, and reads their
-/// headers. `growable`: the disk may get longer while it is served.
-pub(crate) fn open(spec: &DiskSpec, growable: bool) -> Result<(Qcow2, u64, Limits)> {
-    let Some(path) = &spec.file else {
+/// headers. `growable`: the disk may get longer while it is served. `remote`: the file of the image
+/// if it is on a server and open already, so that its connections and its lock stay.
+pub(crate) fn open(spec: &DiskSpec, growable: bool, remote: Option<Remote>) -> Result<(Qcow2, u64, Limits)> {
+    let Some(path) = &spec.file.clone().or_else(|| spec.uri.as_ref().map(PathBuf::from)) else {
         return Err(Error::invalid(format!(
-            "disk {} has format qcow2, which needs an image: add file=PATH",
+            "disk {} has format qcow2, which needs an image: add file=PATH, or uri=URI for one on a server",
             spec.name
         )));
     };
-    let mut opened = OpenFiles { files: vec![], limits: None };
+    let mut opened = OpenFiles { files: vec![], limits: None, remote };
     // The image orders the flushes of its files itself, since its map is written later than the
     // data.
     let cache = if spec.cache == Cache::Unsafe { Cache::Unsafe } else { Cache::Writeback };
@@ -159,22 +178,30 @@ fn with_journal(
     mut image: Served,
     spec: &DiskSpec,
     path: &Path,
-    file: &Raw,
+    file: &ImageFile,
 ) -> (Served, Option<JournalFile>, bool) {
     if spec.readonly {
         return (image, None, false);
     }
     let shown = path.display();
+    let repair = repair_command(path, file.remote().is_some(), "leaks");
+    let unmarked = |e: &dyn Display| {
+        tracing::warn!(
+            "{shown} cannot be marked as open ({e}): if vshunt is killed, clusters may leak; '{repair}' frees them"
+        );
+    };
     let stable = spec.cache == Cache::Writethrough;
-    let plain = match FileStorage::of(file, false, spec.cache == Cache::Unsafe) {
+    let plain = match file.storage(false, spec.cache == Cache::Unsafe) {
         Ok(plain) => plain,
         Err(e) => {
-            tracing::warn!("{}", unmarked(&shown, &e));
+            unmarked(&e);
             return (image, None, false);
         }
     };
-    if !stable && image.header().version >= 3 {
-        match journal::start(file.image(), path, &plain, image.header()) {
+    // A journal belongs to a file of this host: another host may be the next to open a remote one.
+    let local = file.local().filter(|_| !stable && image.header().version >= 3);
+    if let Some(file) = local {
+        match journal::start(file.image(), path, &*plain, image.header()) {
             Ok((journal, open_header, place)) => {
                 return (image.with_journal(journal, open_header), Some(place), true);
             }
@@ -184,13 +211,13 @@ fn with_journal(
             ),
         }
     }
-    match qcow2::journal::mark_open_without_journal(&plain, stable) {
+    match qcow2::journal::mark_open_without_journal(&*plain, stable) {
         Ok(open_header) => (image.with_open_header(open_header), None, true),
         Err(e) => {
-            tracing::warn!("{}", unmarked(&shown, &e));
+            unmarked(&e);
             // The mark may have been written nevertheless. If it cannot be read, the header of the
             // open is used.
-            if let Err(e) = image.reload_open_header(&plain) {
+            if let Err(e) = image.reload_open_header(&*plain) {
                 tracing::debug!("{shown}: {e}");
             }
             (image, None, false)
@@ -198,27 +225,24 @@ fn with_journal(
     }
 }
 
-/// Returns the message for an image that cannot be marked as open.
-fn unmarked(shown: &dyn Display, e: &dyn Display) -> String {
-    format!(
-        "{shown} cannot be marked as open ({e}): if vshunt is killed, clusters may leak; 'vshunt image check -r leaks {shown}' \
-         frees them"
-    )
-}
-
 /// Repairs an image that was not closed. Returns whether completed writes may be missing.
 fn repair_unclean(
-    file: &Raw,
-    plain: &FileStorage,
+    file: &ImageFile,
+    plain: &dyn Storage,
     header: &Header,
     path: &Path,
 ) -> std::result::Result<bool, qcow2::Error> {
     let shown = path.display();
-    let lost_writes = match journal::recover(file.image(), plain, path)? {
+    let recovered = match file.local() {
+        Some(raw) => journal::recover(raw.image(), plain, path)?,
+        None => journal::without_journal(header),
+    };
+    // A journal remains if its daemon was killed between closing the image and removing the
+    // journal.
+    let forget = || file.local().into_iter().for_each(|raw| journal_file::remove(raw.image()));
+    let lost_writes = match recovered {
         Recovered::Clean => {
-            // A journal remains if its daemon was killed between closing the image and removing the
-            // journal.
-            journal_file::remove(file.image());
+            forget();
             return Ok(false);
         }
         Recovered::Changes(0) | Recovered::CountsOnly => false,
@@ -245,7 +269,7 @@ fn repair_unclean(
             )));
         }
     }
-    journal_file::remove(file.image());
+    forget();
     Ok(lost_writes)
 }
 
@@ -253,37 +277,46 @@ fn repair_unclean(
 fn open_image(opened: &mut OpenFiles, spec: &DiskSpec, path: &Path, growable: bool) -> Result<OpenImage> {
     let shown = path.display();
     let (file, _, plain) = opened.add(spec)?;
+    let plain = &*plain;
+    let of = &opened.files[usize::from(file)];
+    let fixed_bytes = of.remote().map(Remote::bytes);
+    let repair = repair_command(path, of.remote().is_some(), "all");
+    let raw_format = of.remote().map_or("raw", |_| "nbd");
     let wrong = |e: qcow2::Error| match e {
         qcow2::Error::Io { what, source } => Error::io(format_args!("cannot read {what} of {shown}"), source),
         qcow2::Error::Unsupported(_) => Error::unsupported(format!("{shown}: {e}")),
-        qcow2::Error::NotQcow2 => {
-            Error::invalid(format!("{shown} is not a qcow2 image; if it is a raw one use format=raw"))
-        }
-        qcow2::Error::Corrupt(_) => {
-            Error::invalid(format!("{shown}: {e}; 'vshunt image check -r all {shown}' may repair it"))
-        }
-        qcow2::Error::Header(_) => Error::invalid(format!(
-            "{shown}: {e}; 'vshunt image check' cannot repair that: take the image from a backup"
+        qcow2::Error::NotQcow2 => Error::invalid(format!(
+            "{shown} is not a qcow2 image; if it is a raw one use format={raw_format}"
         )),
+        qcow2::Error::Corrupt(_) => Error::invalid(format!("{shown}: {e}; '{repair}' may repair it")),
+        qcow2::Error::Header(_) => {
+            Error::invalid(format!("{shown}: {e}; a check cannot repair that: take the image from a backup"))
+        }
         e => Error::invalid(format!("{shown}: {e}")),
     };
-    let mut header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
+    let mut header = qcow2::Image::open(plain).map_err(wrong)?.header().clone();
     let mut lost_writes = false;
     let mut bitmaps = Bitmaps::default();
     if !spec.readonly {
         if header.has(incompatible::CORRUPT) {
             return Err(Error::invalid(format!(
-                "{shown} is marked as corrupt: repair it with 'vshunt image check -r all {shown}', or add readonly=on"
+                "{shown} is marked as corrupt: repair it with '{repair}', or add readonly=on"
             )));
         }
-        let of = &opened.files[usize::from(file)];
-        lost_writes = repair_unclean(of, &plain, &header, path).map_err(wrong)?;
-        make_ready_for(&plain, growable).map_err(wrong)?;
-        bitmaps = Bitmaps::open(&plain).map_err(wrong)?;
-        header = qcow2::Image::open(&plain).map_err(wrong)?.header().clone();
+        lost_writes = repair_unclean(of, plain, &header, path).map_err(wrong)?;
+        match fixed_bytes {
+            None => make_ready_for(plain, growable),
+            Some(_) => make_ready_in_fixed_file(plain),
+        }
+        .map_err(wrong)?;
+        bitmaps = Bitmaps::open(plain).map_err(wrong)?;
+        header = qcow2::Image::open(plain).map_err(wrong)?.header().clone();
+    }
+    if fixed_bytes.is_some() {
+        check_names_no_file(&header, path)?;
     }
     let (changes, unclean) = match spec.readonly {
-        true => read_journal(&opened.files[usize::from(file)], &header, path, !spec.locking),
+        true => read_journal(of, &header, path, !spec.locking),
         false => (None, None),
     };
     let data = match &header.data_file {
@@ -317,17 +350,36 @@ fn open_image(opened: &mut OpenFiles, spec: &DiskSpec, path: &Path, growable: bo
     };
     let settings =
         Settings { file, data, cache_bytes: spec.cache_size, writable: !spec.readonly, room: growable };
-    let mut image = Served::open(&plain, header, settings).map_err(wrong)?;
+    let mut image = Served::open(plain, header, settings).map_err(wrong)?;
+    if let Some(bytes) = fixed_bytes {
+        image = image.with_fixed_file(bytes);
+    }
     if let Some(changes) = changes {
         image = image.with_changes(changes).map_err(wrong)?;
     }
     Ok(OpenImage { image, backing, bitmaps, lost_writes, unclean })
 }
 
+/// Refuses an image on a server that names other files. The server chooses these names, and they
+/// would be opened with the rights of this daemon, so that a guest could read any file of this
+/// host.
+fn check_names_no_file(header: &Header, path: &Path) -> Result<()> {
+    let shown = path.display();
+    let (what, name) = match (&header.backing, &header.data_file) {
+        (Some(name), _) => ("has the backing image", name),
+        (None, Some(name)) if header.has(incompatible::DATA_FILE) => ("keeps its data in", name),
+        _ => return Ok(()),
+    };
+    Err(Error::unsupported(format!(
+        "{shown} {what} {name}, and a server may not choose which files of this host are opened: make the image independent \
+         with 'qemu-img convert -O qcow2', or serve an image of this host"
+    )))
+}
+
 /// Reads the journal of an image that is only read. Returns its changes and the report about the
 /// image.
 fn read_journal(
-    file: &Raw,
+    file: &ImageFile,
     header: &Header,
     path: &Path,
     shared: bool,
@@ -335,7 +387,11 @@ fn read_journal(
     let shown = path.display();
     // During a commit the overlay hides what the backing image lacks.
     let quiet = overlay_xattr::is_committing(path);
-    let (changes, text, lost_writes) = match journal::read_only(file.image(), header, shared) {
+    let view = match file.local() {
+        Some(raw) => journal::read_only(raw.image(), header, shared),
+        None => journal::read_only_without(header),
+    };
+    let (changes, text, lost_writes) = match view {
         JournalView::Complete => return (None, None),
         JournalView::Changes(changes) => {
             let n = changes.count();
@@ -362,6 +418,10 @@ fn read_journal(
     match (quiet, lost_writes) {
         (true, _) => return (changes, None),
         (false, false) => tracing::info!("{text}"),
+        // The two cannot be told apart.
+        (false, true) if file.remote().is_some() => tracing::warn!(
+            "{text}, or another host has it open; open it once for writing to repair it, but only if no other host uses it"
+        ),
         (false, true) => tracing::warn!("{text}; open it once for writing to repair it"),
     }
     (changes, Some(UncleanImage { text, lost_writes }))

@@ -25,7 +25,7 @@ pub struct ToConvert {
 }
 
 fn name(spec: &DiskSpec) -> String {
-    spec.file.as_ref().map_or(String::new(), |f| f.display().to_string())
+    spec.image()
 }
 
 impl ToConvert {

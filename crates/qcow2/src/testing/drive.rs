@@ -25,10 +25,20 @@ pub(crate) struct Started {
 
 impl Disk {
     pub(crate) fn open(file: Memory, below: Option<Memory>) -> Self {
+        Self::open_with(file, below, |image| image)
+    }
+
+    /// Opens an image in a file that keeps its length.
+    pub(crate) fn open_fixed(file: Memory) -> Self {
+        let bytes = file.len().unwrap();
+        Self::open_with(file, None, |image| image.with_fixed_file(bytes))
+    }
+
+    fn open_with(file: Memory, below: Option<Memory>, with: impl FnOnce(Served) -> Served) -> Self {
         let header = Image::open(&file).unwrap().header().clone();
         let data = u16::from(header.data_file.is_some());
         let settings = Settings { file: 0, data, cache_bytes: None, writable: true, room: false };
-        let image = Arc::new(Served::open(&file, header, settings).unwrap());
+        let image = Arc::new(with(Served::open(&file, header, settings).unwrap()));
         let layers = below.iter().map(|b| Layer::Raw { file: 2, size: b.len().unwrap() }).collect();
         let user = image.join();
         let other = || Rc::new(Memory::new(Vec::new(), 64 << 20));

@@ -1,6 +1,6 @@
 //! Jobs and dirty bitmaps on the command line.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -119,20 +119,21 @@ pub(crate) fn mirror(client: &mut Client, args: MirrorArgs, quiet: bool) -> Outc
     tell_moved(client, &spec.disk, before, quiet)
 }
 
-/// Returns the file that a disk is in. None: it has none, or there is no such disk.
-fn place(client: &mut Client, disk: &str) -> Outcome<Option<PathBuf>> {
+/// Returns the file or URI that a disk is in. None: it has none, or there is no such disk.
+fn place(client: &mut Client, disk: &str) -> Outcome<Option<String>> {
     let disks: Vec<DiskInfo> = call(client, "query-disks", json!({}))?;
-    Ok(disks.into_iter().find(|there| there.spec.name == disk).and_then(|there| there.spec.file))
+    let image = disks.into_iter().find(|there| there.spec.name == disk).map(|there| there.spec.image());
+    Ok(image.filter(|image| !image.is_empty()))
 }
 
 /// Prints where a disk is if a job has moved it. `before`: its [`place`] then.
-fn tell_moved(client: &mut Client, disk: &str, before: Option<PathBuf>, quiet: bool) -> Outcome {
+fn tell_moved(client: &mut Client, disk: &str, before: Option<String>, quiet: bool) -> Outcome {
     if quiet {
         return Ok(());
     }
     // The job has done its work, also if the daemon has ended since then.
     match place(client, disk) {
-        Ok(Some(file)) if Some(&file) != before.as_ref() => print_line(&continues_in(disk, &file)),
+        Ok(Some(image)) if Some(&image) != before.as_ref() => print_line(&continues_in(disk, &image)),
         _ => Ok(()),
     }
 }
@@ -152,8 +153,8 @@ fn may_move<T>(
 }
 
 /// Returns the line for a disk that continues in another file.
-pub(super) fn continues_in(disk: &str, file: &Path) -> String {
-    format!("{disk} continues in {}; serve it by this name from now on", file.display())
+pub(super) fn continues_in(disk: &str, image: &str) -> String {
+    format!("{disk} continues in {image}; serve it by this name from now on")
 }
 
 /// Returns the files that the daemon needs for a file that a job makes: the folder, or a device.

@@ -58,7 +58,9 @@ impl Wanted {
     /// Returns all files of a disk that is added.
     pub(super) fn disk(spec: &DiskSpec) -> Vec<Self> {
         let file = spec.file.as_deref();
-        file.map_or_else(Vec::new, |file| Self::image(file, spec.format(), !spec.readonly, false))
+        let files = file.map(|file| Self::image(file, spec.format(), !spec.readonly, false));
+        let certificates = vshunt_block::certificates_of(spec).map(|folder| Self::file(&folder, false));
+        [files, certificates].into_iter().flatten().flatten().collect()
     }
 
     fn open(&self) -> Option<File> {

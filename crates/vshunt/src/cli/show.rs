@@ -73,6 +73,7 @@ pub(crate) fn disks(disks: &[DiskInfo]) -> String {
                 Format::Qcow2 => "qcow2",
                 Format::Null => "null",
                 Format::Ram => "ram",
+                Format::Nbd => "nbd",
             };
             [
                 d.spec.name.clone(),
@@ -81,7 +82,14 @@ pub(crate) fn disks(disks: &[DiskInfo]) -> String {
                 mode(d),
                 d.path.clone(),
                 or_dash(d.exports.join(",")),
-                or_dash(d.spec.file.as_ref().map(|f| f.display().to_string()).unwrap_or_default()),
+                or_dash(
+                    d.spec
+                        .file
+                        .as_ref()
+                        .map(|f| f.display().to_string())
+                        .or(d.spec.uri.clone())
+                        .unwrap_or_default(),
+                ),
             ]
         }),
     )

@@ -35,7 +35,7 @@ fn external(client: &mut Client, all: Vec<(String, PathBuf)>, existing: bool, qu
         let file = absolute(Some(file))?.unwrap_or_default();
         wanted.extend(Wanted::folder_of(&file));
         made.extend(Wanted::file(&file, true));
-        said.push(continues_in(&disk, &file));
+        said.push(continues_in(&disk, &file.display().to_string()));
         actions.push(json!({ "device": disk, "snapshot-file": file, "format": "qcow2", "mode": mode }));
     }
     let action = |data: Value| json!({ "type": "blockdev-snapshot-sync", "data": data });

@@ -72,8 +72,12 @@ Images:
 
 Keys of --disk:
   name              Default: the file's name without its ending
-  format            raw (default), qcow2, null or ram
+  format            raw (default), qcow2, nbd (default if there is a uri), null
+                    or ram
   file              of raw and qcow2: the image
+  uri               of nbd: nbd://host:port/export, or
+                    nbd+unix:///export?socket=/path; nbds for TLS. Of qcow2: the
+                    same for an image on a server
   size              of null and ram
   readonly          on: writes are refused. Default: off
   direct            on: bypass the page cache; off; auto (default): where the
@@ -83,6 +87,10 @@ Keys of --disk:
   locking           off: no locks on the image. Default: on
   cache-size        of qcow2: memory for the cluster map. Default: the whole
                     map, at most 32 MiB
+  reconnect-delay   of nbd: seconds for which requests wait for a lost
+                    connection. Default: 0, they fail
+  open-timeout      of nbd: seconds for which the server is tried when the disk
+                    is added. Default: 0, once
 
 Keys of --net with type=tap:
   name              Default: the interface's name

@@ -40,6 +40,12 @@ fn check_kind(path: &Path, kind: FileType) -> Outcome {
     }
 }
 
+/// Returns whether a name is one that the key `uri` of a disk takes.
+fn is_uri(path: &Path) -> bool {
+    let text = path.to_string_lossy();
+    ["nbd://", "nbds://", "nbd+unix://", "nbds+unix://"].iter().any(|scheme| text.starts_with(scheme))
+}
+
 /// An open image, which is locked.
 pub(super) struct ImageFile {
     file: File,
@@ -53,6 +59,12 @@ pub(super) struct ImageFile {
 impl ImageFile {
     pub(super) fn open(path: &Path, purpose: For) -> Outcome<Self> {
         let shown = path.display();
+        if is_uri(path) && !path.exists() {
+            return Err(Failure::Failed(format!(
+                "{shown} is on a server, and 'vshunt image' works on files of this host: use 'qemu-img' for it (with \
+                 TLS by --image-opts), or copy a disk with uri={shown} by 'vshunt backup start'"
+            )));
+        }
         let writable = matches!(purpose, For::Writing | For::Making);
         if writable {
             check_overlay_marks(path, false)?;

@@ -80,7 +80,8 @@ fn what_is_wrong_is_named() {
     let cases = [
         (
             "name=d0,fil=x",
-            "unknown key `fil` (did you mean `file`?); the keys are name, format, file, size, readonly, direct, cache, locking, cache-size",
+            "unknown key `fil` (did you mean `file`?); the keys are name, format, file, size, readonly, direct, cache, locking, cache-size, \
+             uri, reconnect-delay, open-timeout",
         ),
         ("file=x", "key `name` is missing"),
         ("name=d0,readonly", "`readonly` has no value; write readonly=… (a comma in a value is `,,`)"),
@@ -91,7 +92,8 @@ fn what_is_wrong_is_named() {
         ("", "a key is missing; write key=value,key=value"),
         (
             "name=d0,frobnicate=1",
-            "unknown key `frobnicate`; the keys are name, format, file, size, readonly, direct, cache, locking, cache-size",
+            "unknown key `frobnicate`; the keys are name, format, file, size, readonly, direct, cache, locking, cache-size, \
+             uri, reconnect-delay, open-timeout",
         ),
         (
             "name=d0,file=~/disk.img",

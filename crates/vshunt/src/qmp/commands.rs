@@ -13,6 +13,7 @@ mod config;
 pub(super) mod fdset;
 mod jobs;
 mod native;
+mod nbd_server;
 mod qemu;
 mod snapshot;
 mod table;

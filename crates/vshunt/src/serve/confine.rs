@@ -69,11 +69,12 @@ fn paths(setup: &Setup) -> Vec<Rule> {
     let mut rules = Vec::new();
     let mut add = |path: PathBuf, access| rules.push(Rule { path, access });
     for disk in &setup.disks {
+        vshunt_block::certificates_of(disk).into_iter().for_each(|folder| add(folder, Access::Read));
         let Some(file) = &disk.file else { continue };
         let files = match disk.format() {
             Format::Qcow2 => image::chain(file),
             // The content of a raw image comes from its guest and is not parsed.
-            Format::Raw | Format::Null | Format::Ram => vec![file.clone()],
+            _ => vec![file.clone()],
         };
         // Overlays and backups are made in the folder of an image. The folder of a device contains
         // other devices.

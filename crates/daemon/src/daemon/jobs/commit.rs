@@ -37,7 +37,7 @@ impl Daemon {
         let id = self.job_name(spec.job.as_deref(), "commit")?;
         let claim = self.claim_source(&entry, &id)?;
         let below = entry.disk.open_commit_target(&entry.spec())?;
-        let target = below.next.file.as_ref().map(|f| f.display().to_string()).unwrap_or_default();
+        let target = below.next.image();
         let options = JobOptions { speed: spec.speed, auto_finalize: spec.auto_finalize, auto_dismiss };
         let job = Arc::new(Job::new(&id, JobKind::Commit, name, target, options));
         // Blocks that are read through the overlay must not move.

@@ -524,7 +524,7 @@ impl Mirror {
         if let Err(why) = marked {
             tracing::warn!(
                 "{} cannot be marked: {why}; do not use it any more, disk {} is in {}",
-                now.file.as_deref().unwrap_or("".as_ref()).display(),
+                now.image(),
                 now.name,
                 job.target
             );

@@ -42,7 +42,7 @@ impl Daemon {
         let below = entry.disk.below_for_stream(&now)?;
         let id = self.job_name(spec.job.as_deref(), "stream")?;
         let claim = self.claim_source(&entry, &id)?;
-        let target = now.file.as_ref().map(|f| f.display().to_string()).unwrap_or_default();
+        let target = now.image();
         let options = JobOptions { speed: spec.speed, auto_finalize: spec.auto_finalize, auto_dismiss };
         let job = Arc::new(Job::new(&id, JobKind::Stream, name, target, options));
         let thread = self.job_thread(&id)?;

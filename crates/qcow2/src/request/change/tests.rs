@@ -1,4 +1,3 @@
-use crate::Storage;
 use crate::create::{DataFile, Options};
 use crate::memory::Memory;
 use crate::request::{ENOSPC, Op, Step};
@@ -6,6 +5,7 @@ use crate::testing::{
     self,
     drive::{Disk, Started},
 };
+use crate::{Storage, make_ready_in_fixed_file};
 
 #[test]
 fn no_space_is_when_there_is_none() {
@@ -29,6 +29,40 @@ fn no_space_is_when_there_is_none() {
         let file = disk.close();
         assert!(file.len().unwrap() <= most);
         testing::assert_clean(&*file, &format!("{room}"));
+    }
+}
+
+#[test]
+fn a_file_of_a_fixed_length_is_filled_and_never_exceeded() {
+    for cluster_size in [1 << 16, 512] {
+        // With the small clusters, the last ones are behind those of several refcount blocks. The
+        // rest at the end is less than a cluster.
+        let options = Options { cluster_size, ..Options::new(16 << 20) };
+        let (len, rest) = (if cluster_size == 512 { 300 << 10 } else { 40 * cluster_size }, cluster_size / 2);
+        let image = testing::new(&options);
+        image.set_len(len + rest).unwrap();
+        make_ready_in_fixed_file(&image).unwrap();
+        let mut disk = Disk::open_fixed(image);
+        let mut written = 0;
+        let full = loop {
+            match disk.run(Op::Write, written, vec![7; 512], 512).0 {
+                0 => written += cluster_size,
+                res => break res,
+            }
+        };
+        assert_eq!(full, ENOSPC);
+        assert!(written > len / 2, "{written} of {len}");
+        assert_eq!(disk.run(Op::Write, written, vec![1; 512], 512).0, ENOSPC);
+        for pos in (0..written).step_by(cluster_size as usize) {
+            assert_eq!(disk.read(pos, 512), [7; 512], "{pos:#x}");
+        }
+        // What is given back can be used again.
+        disk.other(Op::Discard, 0, 4 * cluster_size);
+        (0..3).for_each(|_| disk.other(Op::Flush, 0, 0));
+        disk.write(0, &[9; 512]);
+        let file = disk.close();
+        assert_eq!(file.len().unwrap(), len + rest);
+        testing::assert_clean(&*file, &format!("{cluster_size}"));
     }
 }
 

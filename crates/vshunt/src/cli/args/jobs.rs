@@ -48,7 +48,7 @@ Examples:
   vshunt mirror d0 --to /new/d0.qcow2 --wait
   vshunt job complete mirror0
   vshunt mirror d0 --to /dev/vg0/d0 --format raw --overwrite --switch
-  vshunt disk add name=far,format=raw,file=/far/d0.raw
+  vshunt disk add name=far,uri=nbd://storage/d0
   vshunt mirror d0 --target far --switch
   vshunt mirror d0 --target far --copy-mode write-blocking --wait
   vshunt mirror d0 --target far --bitmap m0 --wait

@@ -16,12 +16,13 @@ use vshunt_types::spec::{
     Workers,
 };
 
+use super::nbd_server::NbdServer;
 use crate::qmp::context::{Answer, Arguments, Context, Nothing, done};
 use crate::qmp::message::QmpError;
 
 /// Arguments of `blockdev-add` for the help.
-pub(crate) const BLOCKDEV_ADD: &str = "driver: raw|qcow2|file|host_device|null-co|ram, node-name [filename | file: {…}] \
-     [size read-only cache: {direct no-flush} cache-size locking writethrough backing: null]";
+pub(crate) const BLOCKDEV_ADD: &str = "driver: raw|qcow2|file|host_device|nbd|null-co|ram, node-name \
+     [filename | server export reconnect-delay open-timeout | file: {…}] [size read-only cache: {direct no-flush} cache-size locking writethrough backing: null]";
 
 /// Arguments of `block-export-add` for the help.
 pub(crate) const BLOCK_EXPORT_ADD: &str = "type: vhost-user-blk, id node-name addr: {type: unix, path} \
@@ -53,6 +54,8 @@ enum Driver {
     Null,
     #[serde(rename = "ram")]
     Ram,
+    #[serde(rename = "nbd")]
+    Nbd,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -78,15 +81,26 @@ enum OnOffAuto {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Node {
-    /// The format, or the kind of file. Exactly one of `filename` and `file` names the file.
+    /// The format, or the kind of file. For a file, exactly one of `filename` and `file` names it.
     driver: Driver,
     /// The name of the disk. Required.
     node_name: Option<String>,
     /// The path of the image.
     filename: Option<PathBuf>,
-    /// For `raw` and `qcow2`: the node of the file, written here as an object. A name of another
-    /// node is refused.
+    /// For `raw` and `qcow2`: the node of the file, written here as an object: `file`,
+    /// `host_device` or `nbd`. A name of another node is refused.
     file: Option<Child>,
+    /// For `nbd`: `{"type": "inet", "host": HOST, "port": PORT}` or
+    /// `{"type": "unix", "path": SOCKET}`.
+    server: Option<Value>,
+    /// For `nbd`: the name of the export. Absent: the server's default export.
+    export: Option<String>,
+    /// For `nbd`: the key of a disk of that name.
+    reconnect_delay: Option<u32>,
+    /// For `nbd`: the key of a disk of that name.
+    open_timeout: Option<u32>,
+    /// Refused: use `disk-add` with `uri` `nbds://`.
+    tls_creds: Option<String>,
     /// For `null-co` (absent: 1 GiB) and `ram`: bytes. A file has its own size.
     size: Option<u64>,
     /// Whether writes are refused. Absent: false.
@@ -140,6 +154,38 @@ impl Node {
         }
     }
 
+    /// Refuses members of a server in a node of another driver.
+    fn check_driver(&self) -> Result<(), QmpError> {
+        if self.tls_creds.is_some() {
+            return refuse("'tls-creds' is not possible: use disk-add with uri nbds://…");
+        }
+        let of_nbd = [
+            ("server", self.server.is_some()),
+            ("export", self.export.is_some()),
+            ("reconnect-delay", self.reconnect_delay.is_some()),
+            ("open-timeout", self.open_timeout.is_some()),
+        ];
+        match (self.driver, of_nbd.iter().find(|(_, given)| *given)) {
+            (Driver::Nbd, _) if self.filename.is_some() => {
+                refuse("'filename' belongs to drivers of files: leave it out")
+            }
+            (Driver::Nbd, _) if self.server.is_none() => refuse("'server' is missing"),
+            (Driver::Nbd, _) | (_, None) => Ok(()),
+            (_, Some((name, _))) => refuse(format!(
+                "'{name}' belongs to driver nbd only: for qcow2, give it in 'file': {{\"driver\": \"nbd\", …}}"
+            )),
+        }
+    }
+
+    /// Returns the URI of a node on a server.
+    fn uri(&self) -> Result<Option<String>, QmpError> {
+        let Some(server) = &self.server else { return Ok(None) };
+        match serde_json::from_value::<NbdServer>(server.clone()) {
+            Ok(server) => Ok(Some(server.uri(self.export.as_deref().unwrap_or_default()))),
+            Err(e) => refuse(format!("'server': {e}")),
+        }
+    }
+
     fn into_disk(self) -> Result<DiskSpec, QmpError> {
         let Some(name) = self.node_name.clone() else {
             return refuse("'node-name' is missing; the disk's name is taken from it");
@@ -157,6 +203,8 @@ impl Node {
         let (format, size) = match node.driver {
             Driver::Null => (Format::Null, Some(node.size.unwrap_or(NULL_SIZE_DEFAULT))),
             Driver::Ram => (Format::Ram, node.size),
+            Driver::Nbd => (Format::Nbd, node.size),
+            Driver::Qcow2 if node.server.is_some() => (Format::Qcow2, node.size),
             _ if node.filename.is_none() => return refuse("'filename' is missing"),
             _ if node.size.is_some() => return refuse("a file has its own size; leave 'size' out"),
             Driver::Qcow2 => (Format::Qcow2, None),
@@ -166,10 +214,14 @@ impl Node {
             return refuse("'cache-size' belongs to driver qcow2 only");
         }
         let cache = node.cache.unwrap_or_default();
+        let uri = node.uri()?;
         Ok(DiskSpec {
             name,
             format: Some(format),
             file: node.filename,
+            uri,
+            reconnect_delay: node.reconnect_delay,
+            open_timeout: node.open_timeout,
             size,
             readonly: node.read_only.unwrap_or(false),
             direct: match cache.direct {
@@ -193,6 +245,10 @@ impl Node {
     /// Merges the protocol node under `raw` or `qcow2` into this node. It inherits the members that
     /// it does not have.
     fn with_child(mut self) -> Result<Self, QmpError> {
+        self.check_driver()?;
+        if let Some(Child::Node(child)) = &self.file {
+            child.check_driver()?;
+        }
         match (self.driver, self.file.take()) {
             (_, None) => Ok(self),
             (_, Some(Child::Node(child))) if child.backing.is_some() => {
@@ -202,9 +258,11 @@ impl Node {
                 refuse("'file' of driver raw must be the one node that names a file or null-co")
             }
             (Driver::Qcow2, Some(Child::Node(child)))
-                if self.filename.is_some() || !matches!(child.driver, Driver::File | Driver::HostDevice) =>
+                if self.filename.is_some()
+                    || child.file.is_some()
+                    || !matches!(child.driver, Driver::File | Driver::HostDevice | Driver::Nbd) =>
             {
-                refuse("'file' of driver qcow2 must be the one node that names a file")
+                refuse("'file' of driver qcow2 must be the one node that names a file, or one of nbd")
             }
             (driver @ (Driver::Raw | Driver::Qcow2), Some(Child::Node(child))) => {
                 let child = *child;
@@ -442,10 +500,11 @@ pub(super) fn block_device_info(disk: &DiskInfo) -> Value {
         Format::Qcow2 => "qcow2",
         Format::Null => "null-co",
         Format::Ram => "ram",
+        Format::Nbd => "nbd",
     };
     let file = match &disk.spec.file {
         Some(path) => path.to_string_lossy().into_owned(),
-        None => format!("{driver}:"),
+        None => disk.spec.uri.clone().unwrap_or_else(|| format!("{driver}:")),
     };
     json!({
         "node-name": disk.spec.name,

@@ -194,7 +194,7 @@ pub(crate) const COMMANDS: &[Command] = &[
     .takes("disk [job speed auto-finalize]", "OverlayJobSpec")
     .returns("`job`: the name of the job"),
     command("disk-add", "Adds a disk.", native::disk_add)
-        .takes("name [format file size readonly direct cache locking cache-size]", "DiskSpec"),
+        .takes("name [format file uri size readonly direct cache locking cache-size reconnect-delay open-timeout]", "DiskSpec"),
     command("disk-remove", "Removes a disk that is not exported.", native::disk_remove).takes("name", "native::Named"),
     command(
         "export-add",

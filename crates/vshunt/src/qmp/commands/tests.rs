@@ -190,6 +190,23 @@ fn what_blockdev_add_refuses() {
             "must be the one node that names a file",
         ),
         (json!({ "driver": "raw", "node-name": "a", "file": "b" }), "nodes do not stack here"),
+        (json!({ "driver": "nbd", "node-name": "a" }), "'server' is missing"),
+        (
+            json!({ "driver": "nbd", "node-name": "a", "server": { "type": "unix", "path": "/s" }, "filename": "x" }),
+            "'filename'",
+        ),
+        (
+            json!({ "driver": "nbd", "node-name": "a", "server": { "type": "fd", "str": "3" } }),
+            "unknown variant `fd`",
+        ),
+        (json!({ "driver": "nbd", "node-name": "a", "tls-creds": "t" }), "nbds://"),
+        (json!({ "driver": "file", "node-name": "a", "filename": "x", "export": "e" }), "driver nbd only"),
+        (
+            json!({ "driver": "qcow2", "node-name": "a", "file": {
+                "driver": "nbd", "server": { "type": "unix", "path": "/nowhere/s" }, "export": "e"
+            } }),
+            "nbd+unix:///e?socket=/nowhere/s",
+        ),
         (json!({ "driver": "file", "node-name": "a", "filename": "x", "discard": "ignore" }), "discards"),
         (
             json!({ "driver": "file", "node-name": "a", "filename": "x", "detect-zeroes": "on" }),

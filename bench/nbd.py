@@ -1,0 +1,62 @@
+"""The case `nbd`: disks on an NBD server, by vshunt's client and by that of QEMU's storage daemon.
+
+The server is nbdkit with a disk in memory, on a UNIX socket. It is started and written once, and all contestants are its clients in
+turn. The CPU time is that of the contestant, not of nbdkit.
+"""
+from cases import EACH, ONE, PEER, Contestant, daemon, vshunt
+from client import ClientError, Hung
+from report import Target
+from server import StartError
+
+JOBS = [f"{rw}:{shape}" for rw in ("rr", "rw") for shape in ("1:1", "32:1", "32:4", "128:4")]
+DISK_BYTES = 256 << 20
+FIO = "fio, libnbd"
+# With several queues: of the storage daemon's IOPS, and of its CPU time an I/O.
+EACH_MIN, EACH_CPU_MAX = 2, 0.5
+# With one connection: of the storage daemon's IOPS.
+ONE_MIN = 1
+
+
+def case(b):
+    """Prints a row for each job, and the targets."""
+    b.report.heading("nbd", f"a disk of {DISK_BYTES >> 20} MiB in the memory of nbdkit, over a UNIX socket; 4k; a connection for each worker")
+    if not b.tools.nbdkit:
+        b.report.note("nbd: left out: no nbdkit")
+        return
+    try:
+        # malloc: the default allocator has one lock for all requests.
+        argv = [b.tools.nbdkit, "-f", "-U", "{sock}", "memory", str(DISK_BYTES), "allocator=malloc"]
+        with b.server("nbdkit", argv, "nbd") as server:
+            _loads(b, server)
+            if died := server.died():
+                b.report.note(f"nbd: {died}")
+    except (ClientError, Hung, StartError, OSError) as e:
+        b.report.note(f"nbd: left out: {e or 'the disk cannot be written'}")
+
+
+def _loads(b, server):
+    uri = f"nbd+unix:///?socket={server.sock}"
+    disk = f"uri={uri}"
+    with b.server(ONE, vshunt(b.tools, disk, 1, "1")) as filler:
+        b.client.fill(filler, DISK_BYTES)
+    takers = b.with_peer(
+        Contestant(PEER, lambda q: daemon(b.tools, f"driver=nbd,server.type=unix,server.path={server.sock}", q)),
+        Contestant(ONE, lambda q: vshunt(b.tools, disk, q, "1")),
+        Contestant(EACH, lambda q: vshunt(b.tools, disk, q, "per-queue"), many=True))
+    if b.tools.fio_nbd:
+        takers.insert(0, Contestant(FIO, None))
+    else:
+        b.report.note("nbd: no fio with libnbd: the figures of a client on the server itself are left out")
+    jobs = list(b.jobs(JOBS))
+    base = PEER if any(c.name == PEER for c in takers) else ONE
+    b.loads("nbd", jobs, takers, base, targets(jobs), uri)
+
+
+def targets(jobs):
+    """What the project set itself, for these jobs."""
+    made = []
+    for job in jobs:
+        made.append(Target(str(job), ONE, PEER, "iops", ONE_MIN))
+        if job.queues > 1:
+            made += [Target(str(job), EACH, PEER, "iops", EACH_MIN), Target(str(job), EACH, PEER, "cpu", EACH_CPU_MAX)]
+    return made
