@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import spdk
 from server import child_setup, end
 
-RW = {"rr": "randread", "rw": "randwrite", "sw": "write"}
+RW = {"rr": "randread", "rw": "randwrite", "sr": "read", "sw": "write"}
 QUEUE_SIZE = 512  # three descriptors a request: 128 deep fits
 
 

@@ -3,9 +3,13 @@
 The server is nbdkit with a disk in memory, on a UNIX socket. It is started and written once, and all contestants are its clients in
 turn. The CPU time is that of the contestant, not of nbdkit.
 """
+import statistics
+import subprocess
+import time
+
 from cases import EACH, ONE, PEER, Contestant, daemon, vshunt
-from client import ClientError, Hung
-from report import Target
+from client import ClientError, Hung, Job
+from report import MET, MISSED, UNKNOWN, Target
 from server import StartError
 
 JOBS = [f"{rw}:{shape}" for rw in ("rr", "rw") for shape in ("1:1", "32:1", "32:4", "128:4")]
@@ -14,7 +18,11 @@ FIO = "fio, libnbd"
 # With several queues: of the storage daemon's IOPS, and of its CPU time an I/O.
 EACH_MIN, EACH_CPU_MAX = 2, 0.5
 # With one connection: of the storage daemon's IOPS.
-ONE_MIN = 1
+ONE_MIN = 1.2
+# Sequential reads by one connection: of nbdcopy's rate.
+READS = Job("sr", 4, 1, "1m")
+COPY_MIN = 1
+COPY_LIMIT_S = 60
 
 
 def case(b):
@@ -49,7 +57,41 @@ def _loads(b, server):
         b.report.note("nbd: no fio with libnbd: the figures of a client on the server itself are left out")
     jobs = list(b.jobs(JOBS))
     base = PEER if any(c.name == PEER for c in takers) else ONE
-    b.loads("nbd", jobs, takers, base, targets(jobs), uri)
+    if jobs:
+        b.loads("nbd", jobs, takers, base, targets(jobs), uri)
+    if not b.o.jobs or str(READS) in b.o.jobs:
+        _sequential(b, uri, disk)
+
+
+def _sequential(b, uri, disk):
+    """Reads the whole disk: nbdcopy, which throws it away, and vshunt with a client that does. Prints their rates."""
+    if not b.tools.nbdcopy:
+        b.report.note("nbd: no nbdcopy: sequential reads are left out")
+        return
+    argv = [b.tools.nbdcopy, "--connections=1", uri, "null:"]
+    if b.client_cpus:
+        argv = ["taskset", "-c", ",".join(map(str, sorted(b.client_cpus))), *argv]
+    copies, reads = [], []
+    for _ in range(b.o.reps):
+        begin = time.monotonic()
+        subprocess.run(argv, check=True, capture_output=True, timeout=COPY_LIMIT_S)
+        copies.append(DISK_BYTES / (time.monotonic() - begin))
+        result = b.run("nbd", Contestant(ONE, lambda q: vshunt(b.tools, disk, q, "1")), READS)
+        if isinstance(result, dict):
+            reads.append(result["iops"] * (1 << 20))
+    rows = [[name, *(f"{rate / (1 << 20):,.0f}" for rate in rates)] for name, rates in (("nbdcopy", copies), (ONE, reads))]
+    b.report.table([f"{READS}, MiB/s", *(f"run {n + 1}" for n in range(len(copies)))], rows if len(reads) == len(copies) else rows[:1])
+    b.report.data["cases"].setdefault("nbd-sequential", {"nbdcopy": copies, ONE: reads})
+    b.report.judge("nbd", *sequential_verdict(copies, reads))
+
+
+def sequential_verdict(copies, reads):
+    """-> (verdict, sentence) about rates, bytes a second."""
+    sentence = f"{READS}: rate of {ONE} at least {COPY_MIN:g} x nbdcopy"
+    if not copies or not reads:
+        return UNKNOWN, sentence
+    ratio = statistics.median(reads) / statistics.median(copies)
+    return (MET if ratio >= COPY_MIN else MISSED), f"{sentence}: x{ratio:.2f}"
 
 
 def targets(jobs):

@@ -62,6 +62,7 @@ class Tools:
     fio_file: list = field(default_factory=list)
     fio_nbd: list = field(default_factory=list)
     nbdkit: str = ""
+    nbdcopy: str = ""
     testpmd: list = field(default_factory=list)
     cloud_net: str = ""
     spdk: list = field(default_factory=list)
@@ -113,7 +114,7 @@ def arguments():
     o.only = [c for a in asked for c in GROUPS.get(a, [a])]
     if unknown := [c for c in o.only if c not in CASES | EXTRA]:
         p.error(f"no case {unknown[0]}; there are {', '.join([*CASES, *EXTRA, *GROUPS])}")
-    jobs = cases.READS_WRITES + depth.JOBS + nbd.JOBS + fuse.JOBS + qcow2.JOBS + before.JOBS + before.NAMED
+    jobs = cases.READS_WRITES + depth.JOBS + nbd.JOBS + [str(nbd.READS)] + fuse.JOBS + qcow2.JOBS + before.JOBS + before.NAMED
     if unknown := [j for j in o.jobs or () if j not in jobs]:
         p.error(f"no job {unknown[0]}; there are {', '.join(jobs)}")
     if o.client == "bdevperf" and not o.spdk:
@@ -203,10 +204,13 @@ def find_tools(o, report):
 
 
 def find_nbd(tools, nbdkit):
-    """nbdkit, and a fio with libnbd: that of the chroot has none, but the host's may have it."""
+    """nbdkit, nbdcopy, and a fio with libnbd: that of the chroot has none, but the host's may have it."""
     if nbdkit:
         tools.nbdkit = nbdkit
         tools.versions["nbdkit"] = first_line([nbdkit, "--version"])
+    if nbdcopy := shutil.which("nbdcopy"):
+        tools.nbdcopy = nbdcopy
+        tools.versions["nbdcopy"] = first_line([nbdcopy, "--version"])
     if (fio := shutil.which("fio")) and first_line([fio, "--enghelp=nbd"]):
         tools.fio_nbd = [fio]
 

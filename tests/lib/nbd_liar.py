@@ -80,7 +80,8 @@ class Liar:
                 reply(META, struct.pack(">I", 1) + b"base:allocation")
                 reply(ACK)
             elif option == 7:
-                flags = self.flags | (2 if self.way == "read-only" else 0)
+                flags = self.flags | (2 if self.way == "read-only" or self.way == "turns-read-only" and self.lied else 0)
+                flags &= ~4 if self.way == "loses-flush" and self.lied else ~0
                 size = self.size // 2 if self.way == "shrink" and self.lied else self.size
                 reply(INFO, struct.pack(">HQH", 0, size, flags))
                 reply(INFO, struct.pack(">HIII", 3, 0 if self.way == "option-blocks" else 1, 4096, 1 << 20))
@@ -185,7 +186,7 @@ class Liar:
             return True
         elif self.way == "hang":
             time.sleep(3600)
-        elif self.way in ("close", "shrink"):
+        elif self.way in ("close", "shrink", "turns-read-only", "loses-flush"):
             return True
         elif self.way == "notify":
             s.unwrap()

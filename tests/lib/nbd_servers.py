@@ -19,6 +19,12 @@ def is_listening(path):
     return any(len(one) == 8 and one[7] == str(path) and int(one[3], 16) & 0x10000 for one in sockets)
 
 
+def connections(path):
+    """How many connections a UNIX socket that listens has, on its own side."""
+    sockets = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
+    return sum(len(one) == 8 and one[7] == str(path) and not int(one[3], 16) & 0x10000 for one in sockets)
+
+
 class Server:
     """A server that can be killed and started again at the same socket."""
 
@@ -94,6 +100,14 @@ def qemu_nbd(rig, image, *arguments, export="disk", clients=4, name="qemu-nbd"):
     # unmap: a discard makes a hole.
     argv = [program, "-k", socket, "-f", "raw", "-x", export, "-e", clients, "-t", "--discard=unmap", *arguments, image]
     return Server(rig, name, argv, socket)
+
+
+def storage_daemon(rig, image, export="disk", name="qsd"):
+    """QEMU's storage daemon."""
+    socket = rig.dir / f"{name}.sock"
+    argv = [r.tool("qemu-storage-daemon", "qemu-system-common"), "--blockdev", f"driver=file,node-name=d,filename={image}"]
+    argv += ["--nbd-server", f"addr.type=unix,addr.path={socket},max-connections=16"]
+    return Server(rig, name, [*argv, "--export", f"type=nbd,id=e,node-name=d,name={export},writable=on"], socket)
 
 
 def liar_argv(socket, way, **options):

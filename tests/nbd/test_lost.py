@@ -40,6 +40,61 @@ def test_a_server_that_is_killed_loses_no_write(rig, make, pytestconfig):
     n.ends(daemon)
 
 
+@pytest.mark.parametrize("make", (several_connections, one_connection), ids=("several-connections", "one-connection"))
+def test_a_guest_survives_a_daemon_that_is_killed(rig, make, pytestconfig):
+    """The in-flight region has the requests that the next daemon does again."""
+    name = f"daemon-{make.__name__}"
+    server = make(rig, rig.image(f"{name}.img", n.SIZE), name)
+    daemon = n.serve(rig, (server, "disk"), name=f"of-{name}")
+    load = r.Child(rig, f"load-{name}", n.load(rig, "--reconnect", "120s", "--runtime", r.FOREVER))
+    chance = random.Random(8)
+    for _ in range(pytestconfig.getoption("--kills") or KILLS):
+        r.wait_for("requests", lambda: n.requests(daemon, load) > 100)
+        time.sleep(chance.uniform(0, 0.3))
+        daemon.child.kill()
+        # Those of the old daemon that the server has are over.
+        r.wait_for("the server has no client", lambda: not n.connections(server.socket))
+        daemon.start()
+    r.wait_for("requests after the last kill", lambda: n.requests(daemon, load) > 100)
+    code = load.interrupt(120)
+    r.require(code == 0, f"vshunt-bench ended with {code}: {load.tail()}")
+    n.ends(daemon)
+    server.kill()
+
+
+def test_first_requests_wait_for_a_server_that_ended_before_them(rig):
+    """Also without `reconnect-delay`: for 10 s."""
+    server = n.nbdkit(rig, "memory", str(n.SIZE), name="before")
+    daemon = n.serve(rig, (server, ""), name="of-before")
+    server.kill()
+    load = r.Child(rig, "load-before", n.load(rig, "--size", "1M"))
+    r.wait_for("the loss is seen", lambda: "is lost" in daemon.child.output())
+    server.start()
+    code = load.wait(120)
+    r.require(code == 0, f"vshunt-bench ended with {code}: {load.tail()}")
+    n.ends(daemon)
+    server.kill()
+
+
+def test_a_server_that_is_away_for_long_is_found_again(rig):
+    """The pauses between two tries have a bound."""
+    server = n.nbdkit(rig, "file", rig.image("away.img", n.SIZE), name="away")
+    daemon = n.serve(rig, (server, ""), name="of-away", reconnect_delay=120)
+    load = r.Child(rig, "load-away", n.load(rig, "--runtime", r.FOREVER))
+    r.wait_for("requests", lambda: n.requests(daemon, load) > 100)
+    server.kill()
+    before = n.requests(daemon, load)
+    time.sleep(8)
+    r.require(n.requests(daemon, load) - before < 100, "requests without a server")
+    server.start()
+    r.wait_for("it is connected again", lambda: "connected again" in daemon.child.output())
+    r.wait_for("requests", lambda: n.requests(daemon, load) > before + 100)
+    code = load.interrupt(120)
+    r.require(code == 0, f"vshunt-bench ended with {code}: {load.tail()}")
+    n.ends(daemon)
+    server.kill()
+
+
 def test_without_reconnect_delay_requests_fail_until_the_server_is_back(rig):
     server = n.nbdkit(rig, "memory", str(n.SIZE), name="nodelay")
     daemon = n.serve(rig, (server, ""), name="of-nodelay")
@@ -102,14 +157,19 @@ def test_a_server_that_lies_once_is_left(rig, way, headers):
     server.kill()
 
 
-@pytest.mark.parametrize("way", ("shrink", "cookie"))
+@pytest.mark.parametrize("way", ("shrink", "cookie", "turns-read-only", "loses-flush"))
 def test_a_server_that_stays_bad_fails_requests_after_the_delay(rig, way):
     server = n.liar(rig, way, name=f"bad-{way}", after=0 if way == "cookie" else 20)
     daemon = n.serve(rig, (server, ""), name=f"of-bad-{way}", reconnect_delay=1)
     load = r.Child(rig, f"load-bad-{way}", n.load(rig, "--size", "4M"))
     code = load.wait(120)
     r.require(code == 1, f"the load ends with an error: {code}: {load.tail()}")
-    said = {"shrink": "bytes now and had", "cookie": "broke the protocol"}[way]
+    said = {
+        "shrink": "bytes now and had",
+        "cookie": "broke the protocol",
+        "turns-read-only": "refuses writes now",
+        "loses-flush": "can do less than when the disk was opened",
+    }[way]
     r.wait_for("the log says why", lambda: said in daemon.child.output())
     n.ends(daemon)
     server.kill()

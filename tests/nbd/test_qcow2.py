@@ -284,6 +284,29 @@ def test_a_full_export_fails_writes_and_harms_nothing_else(rig):
     server.kill()
 
 
+def test_two_more_connections_than_workers_are_enough(rig):
+    """For jobs and commands, as the guide says."""
+    server = n.nbdkit(rig, "--filter=limit", "file", rig.image("limit.img", 3 * EXPORT), "limit=4", name="limit")
+    daemon = serve(rig, created(server), name="of-limit")
+    load = r.Child(rig, "load-limit", n.load(rig, "--runtime", r.FOREVER))
+    r.wait_for("requests", lambda: n.requests(daemon, load) > 100)
+    for command in (
+        ("snapshot", "--internal", "s1", "d0"),
+        ("bitmap", "add", "d0", "b0"),
+        ("resize", "d0", "+1M"),
+        ("backup", "start", "d0", "--to", rig.dir / "limit.backup", "--bitmap", "b0", "--wait"),
+    ):
+        daemon.cli(*command, timeout_s=120)
+        before = n.requests(daemon, load)
+        r.wait_for("more requests", lambda before=before: n.requests(daemon, load) > before + 100)
+    code = load.interrupt(120)
+    r.require(code == 0, f"vshunt-bench ended with {code}: {load.tail()}")
+    n.ends(daemon)
+    r.require("warning" not in daemon.child.output(), daemon.child.output())
+    q.checked(server.uri())
+    server.kill()
+
+
 def test_the_image_may_not_name_files_of_this_host(rig):
     secret = rig.image("secret.img", MIB)
     for name, options in (("backing", f"backing_file={secret},backing_fmt=raw"), ("data", f"data_file={secret},data_file_raw=on")):
@@ -391,6 +414,7 @@ def test_garbage_instead_of_metadata(rig):
         daemon = r.Child(rig, "garbage-vshunt", [*argv, "--control", rig.dir / "garbage.ctl"])
         socket = rig.dir / "vm0.sock"
         r.wait_for("it serves or refuses", lambda d=daemon: socket.exists() or not d.running())
+        r.require(daemon.running() or turn % 2, f"an image without garbage is refused: {daemon.tail()}")
         if daemon.running():
             load = r.Child(rig, "garbage-load", [a for a in n.load(rig, "--runtime", "2s") if a != "--verify"])
             spoil(image, chance)

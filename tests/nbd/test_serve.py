@@ -1,6 +1,7 @@
 """Verified load on disks of real NBD servers, over UNIX sockets and TCP."""
 
 import re
+from pathlib import Path
 
 import nbd_servers as n
 import pytest
@@ -39,6 +40,15 @@ def of_nbd_server(rig):
     return n.NbdServer(rig, rig.image("nbd-server.img", n.SIZE), "nbd-server"), "disk"
 
 
+def of_nbdkit_cached(rig):
+    """It keeps writes to itself until a flush."""
+    return n.nbdkit(rig, "--filter=cache", "memory", str(n.SIZE)), ""
+
+
+def of_storage_daemon(rig):
+    return n.storage_daemon(rig, rig.image("qsd.img", n.SIZE)), "disk"
+
+
 def of_chunks(rig):
     return n.liar(rig, "honest"), ""
 
@@ -55,6 +65,8 @@ SERVERS = (
     of_qemu,
     of_qemu_one,
     of_nbd_server,
+    of_nbdkit_cached,
+    of_storage_daemon,
     of_chunks,
     of_extended,
 )
@@ -79,10 +91,23 @@ def test_load_is_verified(rig, make, bs):
     server.kill()
 
 
-def test_over_tcp_with_a_name(rig):
+def test_a_server_that_makes_nothing_stable_is_warned_of_once(rig):
+    """It knows neither flush nor FUA, and is used all the same."""
+    server = n.liar(rig, "honest", name="bare", flags=1 | 32 | 64 | 256)
+    daemon = n.serve(rig, (server, ""), name="of-bare")
+    n.loaded(rig, "bare", "--size", "4M")
+    n.ends(daemon)
+    r.require(daemon.child.output().count("can neither flush") == 1, daemon.child.output())
+    server.kill()
+
+
+@pytest.mark.parametrize("address, host", (("127.0.0.1", "localhost"), ("::1", "[::1]")))
+def test_over_tcp(rig, address, host):
     port = n.free_port()
-    server = r.Child(rig, "tcp", [r.tool("nbdkit", "nbdkit"), "-f", "-i", "127.0.0.1", "-p", port, "memory", n.SIZE])
-    disk = f"name=d0,uri=nbd://localhost:{port}/,open-timeout=60"
+    if ":" in address and not Path("/proc/net/if_inet6").exists():
+        raise r.Skipped("this machine has no IPv6")
+    server = r.Child(rig, "tcp", [r.tool("nbdkit", "nbdkit"), "-f", "-i", address, "-p", port, "memory", n.SIZE])
+    disk = f"name=d0,uri=nbd://{host}:{port}/,open-timeout=60"
     daemon = r.Daemon(rig, "--disk", disk, "--export", n.export(rig), name="of-tcp")
     load = r.Child(rig, "load-tcp", n.load(rig, "--size", "24M"))
     code = load.wait(300)

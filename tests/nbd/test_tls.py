@@ -113,6 +113,8 @@ def test_certificates_that_are_refused(rig, authority):
     server = Secure(rig, authority.sign("server"), "--tls-verify-peer", name="strict")
     refused(rig, server.uri(certificates=other.sign("client")), "unknown authority", "tls-certificates=")
     refused(rig, server.uri(certificates=right, hostname="storage.example"), "is not for storage.example", "tls-hostname=")
+    # Its common name, which does not count.
+    refused(rig, server.uri(certificates=right, hostname="of-a-test"), "is not for of-a-test", "tls-hostname=")
     # Its verdict on a client comes after the handshake in TLS 1.3.
     (right / "client-cert.pem").unlink()
     refused(rig, server.uri(certificates=right), "client-cert.pem")
@@ -186,6 +188,36 @@ def test_a_server_that_is_killed_loses_no_write(rig, authority, pytestconfig):
     left = nbd_tls.carriers(daemon)
     r.require(len(left) <= 4, f"threads of lost connections are left: {left}")
     n.ends(daemon)
+
+
+def test_another_server_at_the_same_place_is_not_used(rig, authority):
+    """One without TLS, and one whose certificate another authority has signed, while requests wait."""
+    plugin = ("file", rig.image("place.img", n.SIZE))
+    server = Secure(rig, authority.sign("server"), name="place", plugin=plugin)
+    other = nbd_tls.Authority(rig, "other-place")
+    daemon = serve(rig, server.uri(certificates=authority.sign("client")), "of-place", "reconnect-delay=300")
+    load = r.Child(rig, "load-place", n.load(rig, "--runtime", r.FOREVER))
+    r.wait_for("requests", lambda: n.requests(daemon, load) > 100)
+    right = server.argv
+    begin = right[: right.index("--tls=require")]
+    wrong = (("has no TLS", ["--tls=off"]), ("unknown authority", ["--tls=require", f"--tls-certificates={other.sign('server')}"]))
+    for words, tls in wrong:
+        server.kill()
+        server.argv = [*begin, *tls, *plugin]
+        server.start()
+        r.wait_for(f"the log says {words!r}", lambda words=words: words in daemon.child.output())
+        before = n.requests(daemon, load)
+        time.sleep(0.5)
+        r.require(n.requests(daemon, load) == before, "requests are served by another server")
+    server.kill()
+    server.argv = right
+    server.start()
+    before = n.requests(daemon, load)
+    r.wait_for("requests by the right server", lambda: n.requests(daemon, load) > before + 100)
+    code = load.interrupt(120)
+    r.require(code == 0, f"vshunt-bench ended with {code}: {load.tail()}")
+    n.ends(daemon)
+    server.kill()
 
 
 def test_a_disk_that_is_added_while_the_daemon_runs(rig, authority):

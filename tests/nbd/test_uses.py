@@ -1,5 +1,6 @@
 """Uses of a disk on a server other than load: a mount, with its holes, and a backup."""
 
+import errno
 import os
 import random
 
@@ -43,6 +44,35 @@ def test_a_mount_shows_the_holes_of_the_server_and_makes_some(suite, clients):
     mount.stop()
     server.kill()
     r.require(image.read_bytes() == want, "the server's image has something else")
+
+
+@pytest.mark.root
+def test_a_mount_has_errors_after_the_delay_and_works_again(suite):
+    """The same open file: each read fails while the server is away, and none afterwards."""
+    image = suite.image("errors.img", n.SIZE)
+    data = random.Random(3).randbytes(4096)
+    with open(image, "r+b") as file:
+        file.write(data)
+    server = n.nbdkit(suite.rig, "file", image, name="errors")
+    mount = m.Mount(suite, "of-errors", disk=f"uri={server.uri()},reconnect-delay=1")
+    with m.Opened(mount.path, os.O_RDONLY | os.O_DIRECT) as fd:
+        r.require(os.pread(fd, 4096, 0) == data, "it reads as something else")
+        server.kill()
+        for _ in range(3):
+            with pytest.raises(OSError) as e:
+                os.pread(fd, 4096, 0)
+            r.require(e.value.errno == errno.EIO, f"{e.value}")
+        server.start()
+
+        def reads():
+            try:
+                return os.pread(fd, 4096, 0) == data
+            except OSError:
+                return False
+
+        r.wait_for("it can be read again", reads)
+    mount.stop()
+    server.kill()
 
 
 def test_a_backup_has_the_bytes_of_the_server(suite):

@@ -173,11 +173,14 @@ def nbd_verdicts(job, **figures):
 
 
 def test_disks_on_nbd_servers_are_judged_by_connections():
-    r.require(nbd_verdicts("rr:32:1", daemon=(100, 8), one=(100, 9)) == [MET], "as fast on one connection")
-    r.require(nbd_verdicts("rr:32:1", daemon=(100, 8), one=(99, 1)) == [MISSED], "slower on one connection")
-    r.require(nbd_verdicts("rw:32:4", daemon=(100, 8), one=(100, 8), each=(200, 4)) == [MET, MET, MET], "four connections")
+    r.require(nbd_verdicts("rr:32:1", daemon=(100, 8), one=(120, 9)) == [MET], "fast enough on one connection")
+    r.require(nbd_verdicts("rr:32:1", daemon=(100, 8), one=(119, 1)) == [MISSED], "slower on one connection")
+    r.require(nbd_verdicts("rw:32:4", daemon=(100, 8), one=(120, 8), each=(200, 4)) == [MET, MET, MET], "four connections")
     r.require(nbd_verdicts("rw:32:4", daemon=(100, 8), one=(90, 8), each=(199, 4.1)) == [MISSED, MISSED, MISSED], "short of each target")
     r.require(nbd_verdicts("rr:32:4", one=(100, 8), each=(200, 4)) == [UNKNOWN, UNKNOWN, UNKNOWN], "without a storage daemon")
+    rates = ([100, 90, 300], [99, 100, 101])
+    r.require(nbd.sequential_verdict(*rates)[0] == MET and nbd.sequential_verdict([101], [100])[0] == MISSED, "sequential reads")
+    r.require(nbd.sequential_verdict([], [1])[0] == UNKNOWN, "without nbdcopy")
 
 
 @pytest.mark.parametrize(("case", "program"), (("nbd", "nbdkit"),))

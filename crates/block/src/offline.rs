@@ -5,6 +5,7 @@
 //! such a change writes to clusters that are free by their reference counts. So the pause grows
 //! with the tables of the image (about 2 MiB for each 16 GiB in use).
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -20,6 +21,7 @@ use vshunt_types::spec::DiskSpec;
 use super::backend::Backend;
 use super::disk::Disk;
 use super::limits::SECTOR_BYTES;
+use super::qcow2::repair_command;
 use super::replace::{Closed, shown};
 
 /// An internal snapshot, with the fields of QEMU's SnapshotInfo.
@@ -214,8 +216,9 @@ impl Disk {
             let found = check(&*file, Repair::No, &mut Quiet).map_err(|e| wrong(now, &e))?;
             if found.corruptions > 0 || found.check_errors > 0 {
                 return Err(Error::invalid(format!(
-                    "{} has errors and stays as it is: end the daemon, and 'vshunt image check -r all' it",
-                    shown(now)
+                    "{} has errors and stays as it is: end the daemon, and repair it by '{}'",
+                    shown(now),
+                    repair_command(Path::new(&now.image()), now.uri.is_some(), "all")
                 )));
             }
             let mut image = Image::open(&*file).map_err(|e| wrong(now, &e))?;

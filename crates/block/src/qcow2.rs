@@ -154,28 +154,39 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Flushes and waits. On a thread of its own: when an io_uring is closed it interrupts the next
-    /// wait of its thread, and callers are not prepared for that.
+    /// Flushes and waits.
     pub(super) fn flush_now(self: &Arc<Self>) -> std::io::Result<()> {
+        self.flush_times(1)
+    }
+
+    /// Flushes so often, and waits. On a thread of its own: when an io_uring is closed it
+    /// interrupts the next wait of its thread, and callers are not prepared for that.
+    fn flush_times(self: &Arc<Self>, times: u32) -> std::io::Result<()> {
         if self.readonly {
             return Ok(());
         }
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("vshunt-qcow2".to_owned());
-            thread.spawn_scoped(scope, || self.flush_here())?.join().expect("it does not panic")
+            thread.spawn_scoped(scope, || self.flush_here(times))?.join().expect("it does not panic")
         })
     }
 
-    /// Flushes with an io_uring of its own. Needs no [`Disk`](super::Disk), so it works after the
-    /// last handle was dropped.
-    fn flush_here(self: &Arc<Self>) -> std::io::Result<()> {
+    /// Flushes so often with an io_uring of its own. Needs no [`Disk`](super::Disk), so it works
+    /// after the last handle was dropped.
+    fn flush_here(self: &Arc<Self>, times: u32) -> std::io::Result<()> {
         let (mut uring, pool, mut io) = (Uring::new()?, Pool::default(), Io::default());
-        io.reset(Op::Flush, 0, true);
         let handle = self.attach(&mut uring);
         let token = Token { index: 0, generation: 0, slot: 0, op: 0 };
+        let mut left = times;
+        io.reset(Op::Flush, 0, true);
         let mut step = handle.begin(&pool, &mut uring, &mut io, token, true);
         let res = loop {
             match step {
+                Step::Done(0..) if left > 1 => {
+                    left -= 1;
+                    io.reset(Op::Flush, 0, true);
+                    step = handle.begin(&pool, &mut uring, &mut io, token, true);
+                }
                 Step::Done(res) => break res,
                 Step::Wait => {
                     let Ok(res) = uring.next_result() else {
@@ -226,17 +237,15 @@ impl Qcow2 {
         }
         // The second flush writes the reference counts that the first one lowered, the third the
         // space reserved for both.
-        for _ in 0..3 {
-            if let Err(e) = self.flush_now() {
-                let what = match self.journal {
-                    Some(_) => {
-                        "are in its journal; open the image again before the machine restarts, or they are lost"
-                    }
-                    None => "are lost",
-                };
-                tracing::error!("the image's last changes {what}: {e}");
-                return false;
-            }
+        if let Err(e) = self.flush_times(3) {
+            let what = match self.journal {
+                Some(_) => {
+                    "are in its journal; open the image again before the machine restarts, or they are lost"
+                }
+                None => "are lost",
+            };
+            tracing::error!("the image's last changes {what}: {e}");
+            return false;
         }
         if self.readonly {
             return true;
@@ -288,7 +297,7 @@ impl Qcow2 {
 
 /// Returns the command that repairs an image: `what` it repairs is `all` or `leaks`. `remote`: the
 /// path is the URI of a server.
-fn repair_command(path: &Path, remote: bool, what: &str) -> String {
+pub(super) fn repair_command(path: &Path, remote: bool, what: &str) -> String {
     let shown = path.display();
     if !remote {
         return format!("vshunt image check -r {what} {shown}");

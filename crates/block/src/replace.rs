@@ -11,6 +11,7 @@
 
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -26,7 +27,7 @@ use super::disk::Disk;
 use super::file_storage::FileStorage;
 use super::image_file::Remote;
 use super::limits::Limits;
-use super::qcow2::store_in_use;
+use super::qcow2::{repair_command, store_in_use};
 use super::raw::Raw;
 use super::{lock, overlay_xattr};
 
@@ -102,6 +103,7 @@ fn finish(backend: &Backend, cache: Cache, readonly: bool) -> std::io::Result<()
                 false => Err(std::io::Error::other("it cannot be closed (see the log)")),
             }
         }
+        Backend::Nbd(nbd) => nbd.flush_now(),
         _ => Ok(()),
     }
 }
@@ -133,7 +135,8 @@ impl Disk {
         let path = shown(now);
         if backend.is_corrupt() {
             return Err(Error::invalid(format!(
-                "{path} was found to be corrupt and stays as it is: end the daemon, and 'vshunt image check -r all' it"
+                "{path} was found to be corrupt and stays as it is: end the daemon, and repair it by '{}'",
+                repair_command(Path::new(&now.image()), now.uri.is_some(), "all")
             )));
         }
         let bitmaps = match &*backend {

@@ -402,14 +402,10 @@ impl Uring {
     /// Completes, with 0, the operation that waits with this (packed) token on the ring with that
     /// [`id`](Self::id). The ring has to exist as long as something waits on it.
     pub fn wake(&mut self, id: u64, token: u64) {
-        let entry = if id == self.id() {
-            opcode::Nop::new().build().user_data(token)
-        } else {
-            opcode::MsgRingData::new(types::Fd(id as RawFd), 0, token, None)
-                .build()
-                .flags(squeue::Flags::SKIP_SUCCESS)
-                .user_data(IGNORE)
-        };
+        if id != self.id() {
+            return self.wake_with(id, token, 0);
+        }
+        let entry = opcode::Nop::new().build().user_data(token);
         self.push_ignored(&entry.into());
     }
 

@@ -129,6 +129,10 @@ impl FromStr for Uri {
                 ));
             }
             match socket {
+                // The daemon runs in another folder than the commands that name a URI.
+                Some(path) if !path.is_empty() && !path.starts_with(b"/") => {
+                    return refuse("has socket= without an absolute path: write socket=/run/nbd.sock, say");
+                }
                 Some(path) if !path.is_empty() => Server::Unix(PathBuf::from(OsString::from_vec(path))),
                 _ => return refuse("names no socket: write nbd+unix:///export?socket=/path"),
             }
@@ -243,7 +247,7 @@ mod tests {
         };
         for (text, uri) in [
             ("nbd+unix:///?socket=/run/nbd.sock", unix("/run/nbd.sock", "")),
-            ("nbd+unix://?socket=nbd.sock", unix("nbd.sock", "")),
+            ("nbd+unix://?socket=/nbd.sock", unix("/nbd.sock", "")),
             ("nbd+unix:///disk?socket=/a%2Cb%3f", unix("/a,b?", "disk")),
         ] {
             assert_eq!(text.parse(), Ok(uri), "{text}");
@@ -287,6 +291,7 @@ mod tests {
             ("nbd+unix://h/?socket=/s", "names the host h"),
             ("nbd+unix:///x", "names no socket"),
             ("nbd+unix:///x?socket=", "names no socket"),
+            ("nbd+unix:///x?socket=nbd.sock", "an absolute path"),
             ("nbd+unix:///x?socket=/a&socket=/b", "twice"),
         ] {
             let e = text.parse::<Uri>().unwrap_err().to_string();

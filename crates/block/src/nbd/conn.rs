@@ -553,7 +553,10 @@ impl Conn {
                     self.replied = true;
                     self.finish(uring, at, res);
                 }
-                Next::Send => self.waiting.push_back(at),
+                Next::Send => {
+                    self.replied = true;
+                    self.waiting.push_back(at);
+                }
                 Next::Again => return self.lost(uring, "the server says that it ends".to_owned()),
             }
         }

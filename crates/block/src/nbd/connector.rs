@@ -80,6 +80,8 @@ struct Tries {
     next: Instant,
     /// The pause after the next failure.
     pause: Duration,
+    /// When the last connection was made.
+    made: Option<Instant>,
 }
 
 impl Tries {
@@ -89,13 +91,15 @@ impl Tries {
     }
 
     /// Counts a lost connection. One that never replied counts as a failure of the server, but
-    /// those that are lost together count once.
+    /// those that are lost together count once. A server that ends each connection is not tried
+    /// without a pause, either.
     fn lost(&mut self, now: Instant, replied: bool) {
         if replied {
             self.pause = PAUSE;
         } else if self.next <= now {
             self.failed(now);
         }
+        self.next = self.made.map_or(self.next, |made| self.next.max(made + PAUSE));
     }
 }
 
@@ -191,7 +195,7 @@ impl Connector {
 
     /// Makes the connections that are asked for, until the disk is closed.
     fn run(&self, needs: &Needs) {
-        let mut tries = Tries { next: Instant::now(), pause: PAUSE };
+        let mut tries = Tries { next: Instant::now(), pause: PAUSE, made: None };
         let mut log = Log { told: None, window: Instant::now(), lines: 0 };
         let mut state = self.state.locked();
         loop {
@@ -238,6 +242,7 @@ impl Connector {
             let tried = tried.and_then(|connected| needs.check(&connected.settings).map(|()| connected));
             match tried {
                 Ok(connected) => {
+                    tries.made = Some(Instant::now());
                     if log.is_well() {
                         tracing::warn!("disk {}: {} is connected again", self.name, self.uri);
                     }
@@ -245,9 +250,6 @@ impl Connector {
                     if let Some(at) = state.asks.iter().position(|ask| !ask.port.gone.is_set()) {
                         let ask = state.asks.remove(at);
                         ask.port.send(Message::Connected(connected));
-                    }
-                    if state.asks.is_empty() {
-                        tries.next = Instant::now() + PAUSE;
                     }
                 }
                 Err(why) => {
@@ -381,5 +383,34 @@ fn connect_unix(path: &Path, until: Instant) -> io::Result<UnixStream> {
             Err(e) if e == rustix::io::Errno::AGAIN && Instant::now() < until => std::thread::sleep(FULL),
             Err(e) => return Err(e.into()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_is_tried_at_once_and_then_with_pauses() {
+        let start = Instant::now();
+        let at = |ms| start + Duration::from_millis(ms);
+        let new = || Tries { next: start, pause: PAUSE, made: None };
+        // One that replied: at once, unless it was made a moment ago.
+        let mut tries = Tries { made: Some(start), ..new() };
+        tries.lost(at(1000), true);
+        assert!(tries.next <= at(1000));
+        tries.lost(at(40), true);
+        assert_eq!(tries.next, at(100));
+        // Those that never reply: longer and longer. Two that are lost together count once.
+        let mut tries = new();
+        let pauses: Vec<_> = (0..7)
+            .map(|_| {
+                let now = tries.next;
+                tries.lost(now, false);
+                tries.lost(now, false);
+                (tries.next - now).as_millis()
+            })
+            .collect();
+        assert_eq!(pauses, [100, 200, 400, 800, 1600, 2000, 2000]);
     }
 }

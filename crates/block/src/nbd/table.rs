@@ -218,6 +218,8 @@ impl Table {
             unflushed.write();
         }
         match slot.errno {
+            // The next command has a delay of its own, unless a loss begins the request again.
+            0 if !slot.start.fua || settings.has(transmission_flag::SEND_FUA) => slot.lost_at = None,
             0 => {}
             libc::ESHUTDOWN => return Next::Again,
             errno => return Next::Done(-errno),
@@ -326,8 +328,8 @@ impl Slot {
     }
 }
 
-/// Returns the longest read or write that the server takes, bytes.
-fn payload_max(settings: &Settings) -> u64 {
+/// Returns the longest read or write that the server is sent, bytes.
+pub(super) fn payload_max(settings: &Settings) -> u64 {
     let blocks = settings.blocks;
     let unit = u64::from(blocks.minimum).max(SECTOR_BYTES);
     let most = u64::from(blocks.maximum).min(PAYLOAD_BYTES);

@@ -7,9 +7,12 @@ use std::sync::{Arc, Mutex};
 use ::nbd::transmission_flag::{
     CAN_MULTI_CONN, HAS_FLAGS, READ_ONLY, SEND_FLUSH, SEND_FUA, SEND_TRIM, SEND_WRITE_ZEROES,
 };
+use ::nbd::{BlockSizes, Settings};
 use vshunt_types::spec::{Cache, DiskSpec, Format};
 use vshunt_types::sync::Locked;
 
+use super::table::payload_max;
+use crate::backend::Backend;
 use crate::bounce::AlignedBuf;
 use crate::{Disk, Extent, Io, Op};
 use vshunt_engine::Uring;
@@ -27,10 +30,22 @@ struct Offer {
     ends_after: u32,
     /// How many connections end so.
     ends: u32,
+    /// Reads are answered in chunks of 4 KiB, those of zeroes as holes, the last one first; and
+    /// extents are longer than was asked.
+    in_chunks: bool,
+    /// The flags of extents that are not zero.
+    data_flags: u32,
 }
 
-const OFFER: Offer =
-    Offer { flags: ALL, structured: true, blocks: [1, 4096, 1 << 20], ends_after: 0, ends: u32::MAX };
+const OFFER: Offer = Offer {
+    flags: ALL,
+    structured: true,
+    blocks: [1, 4096, 1 << 20],
+    ends_after: 0,
+    ends: u32::MAX,
+    in_chunks: false,
+    data_flags: 0,
+};
 
 /// Type, flags, offset and length of a command.
 type Asked = (u16, u16, u64, u32);
@@ -141,6 +156,17 @@ fn serve(mut s: UnixStream, notes: &Mutex<Notes>, offer: Offer) -> io::Result<()
         };
         let simple = [&0x6744_6698u32.to_be_bytes()[..], &[0; 4], &cookie].concat();
         let reply = match (kind, offer.structured) {
+            (0, true) if offer.in_chunks => {
+                let chunks = range.step_by(4096).rev().map(|at| {
+                    let part = &notes.data[at..at + 4096];
+                    let at = (at as u64).to_be_bytes();
+                    match part.iter().all(|byte| *byte == 0) {
+                        true => chunk(false, 2, &[&at[..], &4096u32.to_be_bytes()].concat()),
+                        false => chunk(false, 1, &[&at[..], part].concat()),
+                    }
+                });
+                [chunks.collect::<Vec<_>>().concat(), chunk(true, 0, &[])].concat()
+            }
             (0, true) => {
                 let body = [&offset.to_be_bytes()[..], &notes.data[range]].concat();
                 [chunk(false, 1, &body), chunk(true, 0, &[])].concat()
@@ -150,7 +176,8 @@ fn serve(mut s: UnixStream, notes: &Mutex<Notes>, offer: Offer) -> io::Result<()
                 let zeroes = |at: usize| notes.data[at..at + 512].iter().all(|b| *b == 0);
                 let first = zeroes(range.start);
                 let end = range.clone().step_by(512).find(|at| zeroes(*at) != first).unwrap_or(range.end);
-                let extent = [5, (end - range.start) as u32, if first { 3 } else { 0 }];
+                let more = if offer.in_chunks { 1 << 20 } else { 0 };
+                let extent = [5, (end - range.start) as u32 + more, if first { 3 } else { offer.data_flags }];
                 chunk(true, 5, &extent.map(u32::to_be_bytes).concat())
             }
             _ => simple,
@@ -168,6 +195,13 @@ struct Rig {
 }
 
 impl Rig {
+    fn settings(&self) -> Settings {
+        match &self.disk.backend() {
+            Backend::Nbd(nbd) => *nbd.settings(),
+            _ => panic!("the disk is on a server"),
+        }
+    }
+
     /// Carries out a request. A write has this byte.
     fn run(&mut self, op: Op, offset: u64, len: usize, fua: bool, byte: u8) -> Result<Vec<u8>, i32> {
         let mut buf = AlignedBuf::new(len.max(1)).unwrap();
@@ -243,6 +277,77 @@ fn the_server_is_asked_for_what_the_request_asks() {
 }
 
 #[test]
+fn no_server_is_sent_more_than_32_mib_whatever_it_states() {
+    let server = Server::new(OFFER);
+    let settings = server.open().settings();
+    let most = |minimum, maximum| {
+        let blocks = BlockSizes { minimum, preferred: minimum, maximum };
+        payload_max(&Settings { blocks, ..settings })
+    };
+    assert_eq!([most(1, u32::MAX), most(4096, 64 << 20)], [32 << 20; 2]);
+    assert_eq!([most(1, 64 << 10), most(1, 1000), most(1, 100)], [64 << 10, 512, 1]);
+}
+
+#[test]
+fn nothing_is_asked_about_no_bytes() {
+    each(|offer| {
+        let server = Server::new(offer);
+        let mut rig = server.open();
+        for op in [Op::Read, Op::Write, Op::Discard, Op::WriteZeroes { unmap: true }] {
+            rig.run(op, 4096, 0, false, 0).unwrap();
+            assert_eq!(server.asked(), [], "{op:?}");
+        }
+    });
+}
+
+#[test]
+fn a_read_of_many_chunks_and_holes_is_whole() {
+    for flags in [ALL, ALL & !CAN_MULTI_CONN] {
+        let server = Server::new(Offer { flags, in_chunks: true, blocks: [1, 4096, 32 << 20], ..OFFER });
+        let mut rig = server.open();
+        for at in (0..SIZE as u64).step_by(16 << 10) {
+            rig.run(Op::WriteZeroes { unmap: true }, at, 4096, false, 0).unwrap();
+        }
+        let whole = server.notes.locked().data.clone();
+        server.asked();
+        assert!(rig.run(Op::Read, 0, SIZE, false, 9).unwrap() == whole);
+        assert_eq!(server.asked(), [(0, 0, 0, SIZE as u32)]);
+    }
+}
+
+#[test]
+fn extents_that_are_longer_than_the_question_are_cut() {
+    // A hole that is not zero is data: other bytes may be read there.
+    for data_flags in [0, 1] {
+        let server = Server::new(Offer { in_chunks: true, data_flags, ..OFFER });
+        let mut rig = server.open();
+        rig.run(Op::WriteZeroes { unmap: true }, 1 << 20, 4096, false, 0).unwrap();
+        for (at, extent) in [(0, Extent::Data), (1 << 20, Extent::Zero)] {
+            rig.run(Op::Seek { own: false }, at, 4096, false, 0).unwrap();
+            let found = rig.io.request.found.unwrap();
+            assert_eq!((found.extent, found.len), (extent, 4096));
+        }
+    }
+}
+
+#[test]
+fn read_only_servers_do_not_take_several_connections_because_of_that() {
+    for (one, connections) in [(0, 1), (CAN_MULTI_CONN, 2)] {
+        let server = Server::new(Offer { flags: HAS_FLAGS | READ_ONLY | one, ..OFFER });
+        let disk = Disk::open(&DiskSpec { readonly: true, ..server.spec() }).unwrap();
+        let mut rig = Rig { disk: disk.clone(), uring: Uring::new().unwrap(), io: Io::default() };
+        let mut other = Rig { disk, uring: Uring::new().unwrap(), io: Io::default() };
+        let handles = [rig.disk.attach(&mut rig.uring), other.disk.attach(&mut other.uring)];
+        rig.run(Op::Read, 0, 512, false, 0).unwrap();
+        other.run(Op::Read, 0, 512, false, 0).unwrap();
+        assert_eq!(server.notes.locked().connections, connections);
+        let [first, second] = handles;
+        first.detach(&mut rig.uring);
+        second.detach(&mut other.uring);
+    }
+}
+
+#[test]
 fn what_a_server_does_not_know_is_done_in_another_way() {
     for one in [0, CAN_MULTI_CONN] {
         let server = Server::new(Offer { flags: HAS_FLAGS | SEND_FLUSH | one, ..OFFER });
@@ -254,6 +359,11 @@ fn what_a_server_does_not_know_is_done_in_another_way() {
         rig.run(Op::WriteZeroes { unmap: true }, 512, 2 << 20, true, 0).unwrap();
         assert_eq!(server.asked(), [(1, 0, 512, 1 << 20), (1, 0, 512 + (1 << 20), 1 << 20), (3, 0, 0, 0)]);
         assert!(rig.run(Op::Read, 512, 2 << 20, false, 9).unwrap().iter().all(|b| *b == 0));
+        let trims = Server::new(Offer { flags: HAS_FLAGS | SEND_FLUSH | SEND_TRIM | one, ..OFFER });
+        let mut rig = trims.open();
+        rig.run(Op::Discard, 0, 4096, false, 0).unwrap();
+        rig.run(Op::WriteZeroes { unmap: true }, 0, 4096, false, 0).unwrap();
+        assert_eq!(trims.asked(), [(4, 0, 0, 4096), (1, 0, 0, 4096)]);
         let bare = Server::new(Offer { flags: HAS_FLAGS | one, ..OFFER });
         let mut rig = bare.open();
         rig.run(Op::Flush, 0, 0, false, 0).unwrap();

@@ -12,6 +12,8 @@ const SEEK_FLUSH_PAUSE: Duration = Duration::from_secs(1);
 
 /// What the server may keep in a cache of its own. A map of where data is need not know of it:
 /// nbdkit's filter `cache` calls such ranges zero.
+// Each write changes it, and each request reads what is beside it.
+#[repr(align(128))]
 pub(super) struct Unflushed {
     /// The map matters, and a flush helps.
     counts: bool,

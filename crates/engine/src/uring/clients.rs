@@ -205,11 +205,7 @@ impl Uring {
 
     /// Ends the operation `op` of a client, like [`cancel`](Self::cancel).
     pub fn cancel_for_client(&mut self, id: ClientId, op: u8) {
-        let entry = opcode::AsyncCancel::new(client_token(id, op).pack())
-            .build()
-            .flags(squeue::Flags::SKIP_SUCCESS)
-            .user_data(IGNORE);
-        self.push_ignored(&entry.into());
+        self.cancel(client_token(id, op));
     }
 
     /// Completes, with `result`, an operation that waits on another ring, as [`wake`](Self::wake)

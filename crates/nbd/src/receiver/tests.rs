@@ -255,6 +255,14 @@ fn what_is_no_reply_to_a_request_is_a_violation() {
 }
 
 #[test]
+fn a_read_may_fail_with_a_simple_reply_in_any_case() {
+    // nbd-server answers so on connections with structured replies.
+    let table = Table::of(&[(Data, 0, 8), (Status, 0, 512)]);
+    let after = accepted(Headers::Structured, &table, &[simple(28, 0), simple(22, 1)].concat()).0;
+    assert_eq!([(after[0].errno, after[0].done), (after[1].errno, after[1].done)], [(28, true), (22, true)]);
+}
+
+#[test]
 fn a_failed_read_may_have_less_data() {
     let table = Table::of(&[(Data, 0, 8)]);
     let bytes =

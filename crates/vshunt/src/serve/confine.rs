@@ -106,6 +106,9 @@ fn paths(setup: &Setup) -> Vec<Rule> {
             .for_each(|path| add(PathBuf::from(path), Access::Read));
     }
     READ.iter().for_each(|path| add(PathBuf::from(path), Access::Read));
+    // For the names of NBD servers. It is often a link to a file below /run, which is replaced
+    // there.
+    folder_of(Path::new("/etc/resolv.conf")).into_iter().for_each(|folder| add(folder, Access::Read));
     WRITTEN.iter().chain(&DEVICES).for_each(|path| add(PathBuf::from(path), Access::Write));
     macvtaps().into_iter().for_each(|device| add(device, Access::Write));
     setup.sandbox.allow_paths.iter().for_each(|path| add(path.clone(), Access::Write));
