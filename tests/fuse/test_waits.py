@@ -417,10 +417,6 @@ def test_a_request_that_is_set_aside_is_counted_once(suite):
     mount.stop()
 
 
-def threads(pid):
-    return len(list(Path(f"/proc/{pid}/task").iterdir()))
-
-
 @pytest.mark.transports("io_uring")
 def test_entries_of_a_moved_queue_are_forwarded_also_by_a_freed_worker(suite):
     """Idle entries stay with the worker that a ring queue leaves, also when that is freed, until requests took them."""
@@ -441,7 +437,7 @@ def test_entries_of_a_moved_queue_are_forwarded_also_by_a_freed_worker(suite):
     second = mount.daemon.worker_new()
     for queue in rings:
         mount.cli("attach", f"f0:{queue['index']}", str(second))
-    before = threads(mount.child.pid)
+    before = len(r.thread_ids(mount.child.pid))
     mount.cli("worker", "free", str(first))
     r.require(first not in [w["id"] for w in mount.daemon.status()["workers"]], "the freed worker is listed")
     with m.Opened(mount.path) as fd:
@@ -461,7 +457,7 @@ def test_entries_of_a_moved_queue_are_forwarded_also_by_a_freed_worker(suite):
     now = left()
     r.require(now < was, f"{now} of {was} entries are still forwarded after as many requests at a time")
     if now == 0:
-        r.wait_for("the freed worker's thread ends", lambda: threads(mount.child.pid) < before)
+        r.wait_for("the freed worker's thread ends", lambda: len(r.thread_ids(mount.child.pid)) < before)
     mount.stop()
 
 

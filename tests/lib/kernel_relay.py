@@ -22,6 +22,8 @@ load() { vshunt-bench blk --socket /tmp/s --quiet "$@"; }
 # told LIST KEY: the values of a key in a list, in its order.
 told() { vshunt qmp query-$1 | sed -n "s/^ *\\"$2\\": *\\"\\{0,1\\}\\([^\\",]*\\).*/\\1/p" | tr '\\n' ' '; }
 is() { [ "$1" = "$2" ] || { echo "it is '$1', not '$2'"; return 1; }; }
+# engine_is KIND: of the only export.
+engine_is() { is "$(told exports engine)" "$1 " || { vshunt status --json | grep engine-reason; return 1; }; }
 # The last file that uses the module may be closed a moment after its process ended.
 unloads() {
     n=0
@@ -39,14 +41,14 @@ CHOOSING = (
     COMMON.replace("need vhost_blk\n", "")
     + """
 serve file=/dev/ram0 queues=2,engine=auto
-result "choosing: without the module engine=auto is ours" is "$(told exports engine)" "user "
+result "choosing: without the module engine=auto is ours" engine_is user
 result "choosing: and says why" sh -c "vshunt status --json | grep engine-reason"
 result "choosing: without the module engine=kernel is refused" refused "modprobe vhost_blk" \\
     vshunt export add type=vhost-user-blk,name=e1,disk=d0,socket=/tmp/s1,readonly=on,engine=kernel
 result "choosing: it ends" quit
 need vhost_blk
 serve file=/dev/ram0 queues=2,engine=auto
-result "choosing: with the module engine=auto is the kernel" is "$(told exports engine)" "kernel "
+result "choosing: with the module engine=auto is the kernel" engine_is kernel
 result "choosing: it ends" quit
 serve file=/dev/ram0 queues=2,workers=per-cpu,engine=kernel
 pinned_each() { n=0; while [ $n -lt 2 ]; do vshunt status | grep -qE "^ +[0-9]+ .*kernel +$n " || return 1; n=$((n + 1)); done; }
@@ -64,7 +66,7 @@ rm -f /tmp/u/*
 as_nobody auto &
 export VSHUNT_CONTROL=/tmp/u/c
 up
-result "choosing: and engine=auto is ours" is "$(told exports engine)" "user "
+result "choosing: and engine=auto is ours" engine_is user
 result "choosing: and says why" sh -c "vshunt status --json | grep 'engine-reason.*ermission'"
 result "choosing: it ends" vshunt quit
 export VSHUNT_CONTROL=$C
@@ -98,7 +100,7 @@ DISK = (
 serve file=/dev/ram0 queues=2,workers=per-queue,engine=kernel
 result "disk: one in use is refused" refused "is in use by another process" vshunt serve --no-control \\
     --disk name=d1,file=/dev/ram0 --export type=vhost-user-blk,name=e1,disk=d1,socket=/tmp/s1,engine=kernel
-result "disk: the engine is told" is "$(told exports engine)" "kernel "
+result "disk: the engine is told" engine_is kernel
 result "disk: a worker of the kernel for each queue" is "$(told workers kind)" "user kernel kernel "
 result "disk: written and read back by two queues" load --rw randrw --verify --queues 2 --iodepth 16 --runtime 2s
 result "disk: rings without indirect descriptors and event index" \\

@@ -1,6 +1,5 @@
 """TLS for tests of NBD: certificates, and what threads that carry it cost."""
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -53,13 +52,7 @@ class Authority:
 
 def carriers(daemon):
     """The folders in /proc of the threads that carry TLS."""
-    found = []
-    for task in Path(f"/proc/{daemon.child.pid}/task").iterdir():
-        # A thread may end meanwhile.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if (task / "comm").read_text().strip() == "vshunt-nbd-tls":
-                found.append(task)
-    return found
+    return [task for task, comm in r.threads(daemon.child.pid, "comm") if comm.strip() == "vshunt-nbd-tls"]
 
 
 def cpu_s(tasks):

@@ -120,9 +120,19 @@ def whole_lines(path):
     return text[: text.rfind("\n") + 1]
 
 
+def thread_ids(pid):
+    """The ids of a process's threads. A listing during which one ends may lack others: it is made again."""
+    while True:
+        # The number of threads (proc(5), /proc/pid/stat, field 20).
+        least = int(Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()[17])
+        listed = os.listdir(f"/proc/{pid}/task")
+        if len(listed) >= least:
+            return [int(tid) for tid in listed]
+
+
 def threads(pid, *files):
     """The threads of a process: the folder of each in /proc, and the texts of these files in it. One that ends meanwhile is left out."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
+    for task in (Path(f"/proc/{pid}/task/{tid}") for tid in thread_ids(pid)):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             texts = [(task / name).read_text(errors="replace") for name in files]
             yield task, *texts

@@ -51,6 +51,7 @@ mod latency;
 mod limits;
 mod mailbox;
 mod observer;
+mod own_threads;
 mod phases;
 mod placement;
 mod policy;
@@ -74,6 +75,7 @@ pub use limits::{
     Rates as LimitRates,
 };
 pub use observer::Observer;
+pub use own_threads::own_threads;
 pub use phases::WorkerTimes;
 pub use placement::Placement;
 pub use poll_state::{PollEvent, PollState};

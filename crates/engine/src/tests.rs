@@ -415,8 +415,9 @@ const SCHED_BATCH: u32 = 3;
 /// Returns the scheduling policies of the threads with this name (proc(5), field 41 of
 /// /proc/PID/stat).
 fn policies_of(name: &str) -> Vec<u32> {
-    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
-    let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
+    let tasks = own_threads().unwrap();
+    let stats =
+        tasks.iter().filter_map(|tid| std::fs::read_to_string(format!("/proc/self/task/{tid}/stat")).ok());
     let of = |stat: String| {
         let (head, rest) = stat.rsplit_once(") ")?;
         let named = head.ends_with(&format!("({name}"));
@@ -555,10 +556,8 @@ impl Forwarder for PollForwarder {
 
 /// Returns the number of threads of this process with that name.
 fn threads_named(name: &str) -> usize {
-    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
-    let comm =
-        |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
-    tasks.map(comm).filter(|comm| comm.trim() == name).count()
+    let comm = |tid| std::fs::read_to_string(format!("/proc/self/task/{tid}/comm")).unwrap_or_default();
+    own_threads().unwrap().into_iter().map(comm).filter(|comm| comm.trim() == name).count()
 }
 
 #[test]

@@ -6,16 +6,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::io;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
-use vshunt_types::sync::Locked;
 
 use rustix::io::Errno;
 use vhost_kernel::Vhost;
 use virtio::vhost::VHOST_BLK_VRINGS_MAX;
-use vshunt_engine::{KernelWorker, QueueStats, Settings, WorkerId, Workers, lock_until};
+use vshunt_engine::{KernelWorker, QueueStats, Settings, WorkerId, Workers, lock_until, own_threads};
 use vshunt_types::error::{Error, Result};
+use vshunt_types::sync::Locked;
 
 /// The number of the worker that comes with the owner.
 const DEFAULT: u32 = 0;
@@ -110,18 +111,22 @@ pub(super) fn adopt(
 ) -> Result<WorkerId> {
     workers.adopt(name, settings, |id| {
         let _making = (!numbers_are_the_kernels()).then(|| MAKING.locked());
-        let before = vhost_threads();
+        let list = || {
+            let unlisted = |e| Error::io(format!("export {export}: the kernel's workers cannot be found"), e);
+            vhost_threads().map_err(unlisted)
+        };
+        let before = list()?;
         let number = call().map_err(|e| cannot(export, &e))?;
-        let new = vhost_threads().difference(&before).copied().next();
         // In kthread mode the worker is not a thread of this process.
-        let tid = new.ok_or_else(|| {
-            undo(number);
+        let not_ours = || {
             Error::unsupported(format!(
                 "export {export}: the kernel's workers are not threads of this process (vhost's \
                  fork_from_owner_default=0, and this kernel cannot be asked otherwise); load vhost with \
                  fork_from_owner_default=1, or take engine=user for a disk"
             ))
-        })?;
+        };
+        let found = list().and_then(|after| after.difference(&before).copied().next().ok_or_else(not_ours));
+        let tid = found.inspect_err(|_| undo(number))?;
         Ok((tid, worker(id, number)))
     })
 }
@@ -149,15 +154,14 @@ fn numbers_are_the_kernels() -> bool {
 
 /// Returns the threads of this process that the kernel made because this thread asked
 /// (`vhost-TID`). If thread ids are not the kernel's, returns those that any thread asked for.
-fn vhost_threads() -> BTreeSet<i32> {
+fn vhost_threads() -> io::Result<BTreeSet<i32>> {
     let asker = numbers_are_the_kernels().then(|| rustix::thread::gettid().to_string());
     let is_one = |tid: &i32| {
         let comm = fs::read_to_string(format!("/proc/self/task/{tid}/comm")).unwrap_or_default();
         let number = comm.trim_end().strip_prefix("vhost-").filter(|n| n.parse::<u32>().is_ok());
         number.is_some_and(|number| asker.as_ref().is_none_or(|asker| asker == number))
     };
-    let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
-    tasks.filter_map(|t| t.file_name().to_str()?.parse().ok()).filter(is_one).collect()
+    Ok(own_threads()?.into_iter().filter(is_one).collect())
 }
 
 impl DiskWorkers {
