@@ -716,7 +716,9 @@ impl Queue for CopyQueue {
         }
         let let_go = self.copy.work.has_ended().is_some();
         if let_go || self.must_end() {
-            return !let_go || self.copy.under_way.load(Relaxed) == 0;
+            // Also if others have let guests go: the source waits for this queue (`leave_source`).
+            let holds = self.must_end() && self.source.is_some() && self.reading == 0;
+            return !let_go || holds || self.copy.under_way.load(Relaxed) == 0;
         }
         !self.free.is_empty() && (self.copy.work.has_old() || self.may_read_ahead())
     }

@@ -2,7 +2,9 @@
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use ::nbd::transmission_flag::{
     CAN_MULTI_CONN, HAS_FLAGS, READ_ONLY, SEND_FLUSH, SEND_FUA, SEND_TRIM, SEND_WRITE_ZEROES,
@@ -14,8 +16,9 @@ use vshunt_types::sync::Locked;
 use super::table::payload_max;
 use crate::backend::Backend;
 use crate::bounce::AlignedBuf;
-use crate::{Disk, Extent, Io, Op};
-use vshunt_engine::Uring;
+use crate::copy::{Copy, CopyQueue};
+use crate::{Bits, CopyAfterWrite, Disk, Extent, Io, Op};
+use vshunt_engine::{QueueSet, Settings as WorkerSettings, Uring, Workers};
 
 const SIZE: usize = 4 << 20;
 const ALL: u16 = HAS_FLAGS | SEND_FLUSH | SEND_FUA | SEND_TRIM | SEND_WRITE_ZEROES | CAN_MULTI_CONN;
@@ -506,4 +509,49 @@ fn cache_and_readonly_are_kept() {
     let raw = DiskSpec { format: Some(Format::Raw), file: Some("/x".into()), ..server.spec() };
     let e = Disk::check(&raw).unwrap_err().to_string();
     assert!(e.contains("uri is for a server"), "{e}");
+}
+
+/// Also if guests were let go before it was stopped. Then nothing else makes its queue look.
+#[test]
+fn a_stopped_copy_leaves_its_source_while_its_target_hangs() {
+    let server = Server::new(OFFER);
+    let ram = DiskSpec {
+        name: "s".into(),
+        format: Some(Format::Ram),
+        size: Some(SIZE as u64),
+        ..DiskSpec::default()
+    };
+    let (source, target) = (Disk::open(&ram).unwrap(), Disk::open(&server.spec()).unwrap());
+    let work = Arc::new(CopyAfterWrite::new(SIZE as u64, 12).unwrap());
+    let all = Bits::new(SIZE as u64, 12).unwrap();
+    all.set(all.all());
+    work.add(&all);
+    let copy = Arc::new(Copy::new(source, target, work.clone(), std::thread::current()));
+    let workers = Workers::new(0).unwrap();
+    let home = workers.create(None, &WorkerSettings::default()).unwrap();
+    let set = QueueSet::new("copy", &workers, &[home]).unwrap();
+    // While it is held, the server answers nothing.
+    let hangs = server.notes.locked();
+    set.start(0, Box::new(CopyQueue::new(copy.clone(), set.stats(0).clone())));
+    soon(|| set.stats(0).in_flight.load(Relaxed) > 0);
+    std::thread::sleep(Duration::from_millis(100));
+    work.end_now();
+    copy.stop.store(true, Relaxed);
+    copy.work.notify();
+    soon(|| copy.leave_source());
+    assert!(!copy.over.load(Acquire), "the target did not hang");
+    drop(hangs);
+    soon(|| copy.over.load(Acquire));
+    drop(set.stop(0));
+    drop(set);
+    workers.end_all();
+}
+
+/// Waits until something is so.
+fn soon(is: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !is() {
+        assert!(Instant::now() < end, "not within 60 s");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
