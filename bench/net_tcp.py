@@ -106,7 +106,7 @@ class Side:
         pids = [self.guest.child.pid] + ([self.server.pid] if self.server else [])
         total = sum(ticks(f"/proc/{pid}/stat")[1] for pid in pids)
         tasks = f"/proc/{pids[0]}/task"
-        threads = [ticks(f"{tasks}/{t}/stat") for t in os.listdir(tasks)]
+        threads = [ticks(f"{tasks}/{t}/stat") for t in r.thread_ids(pids[0])]
         return total / TICK_HZ, (total - sum(n for name, n in threads if name.startswith("CPU "))) / TICK_HZ
 
     def load(self, way, streams, seconds):

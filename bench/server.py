@@ -11,7 +11,11 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import time
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "lib"))
+import rig as r  # noqa: E402
 
 TICK_HZ = os.sysconf("SC_CLK_TCK")
 START_TIMEOUT_S = 20
@@ -135,7 +139,7 @@ class Server:
         """CPU seconds of its living threads, to the nanosecond (schedstat; None where the kernel has none)."""
         total = 0
         try:
-            for t in os.listdir(f"/proc/{self.pid}/task"):
+            for t in r.thread_ids(self.pid):
                 with open(f"/proc/{self.pid}/task/{t}/schedstat") as f:
                     total += int(f.read().split()[0])
         except OSError:
@@ -145,7 +149,7 @@ class Server:
     def wakeups(self):
         """Voluntary context switches of its living threads."""
         total = 0
-        for t in os.listdir(f"/proc/{self.pid}/task"):
+        for t in r.thread_ids(self.pid):
             try:
                 with open(f"/proc/{self.pid}/task/{t}/status") as f:
                     total += int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", f.read(), re.M)[1])

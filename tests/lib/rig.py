@@ -121,13 +121,14 @@ def whole_lines(path):
 
 
 def thread_ids(pid):
-    """The ids of a process's threads. A listing during which one ends may lack others: it is made again."""
-    while True:
+    """The ids of a process's threads. A listing during which one ends may lack others: it is made again (findings/task-listing.sh)."""
+    for _ in range(10_000):
         # The number of threads (proc(5), /proc/pid/stat, field 20).
         least = int(Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()[17])
         listed = os.listdir(f"/proc/{pid}/task")
         if len(listed) >= least:
             return [int(tid) for tid in listed]
+    raise Failed(f"threads of process {pid} end all the time, and cannot be listed")
 
 
 def threads(pid, *files):
