@@ -31,11 +31,12 @@ OURS, NO_POLL, ONE, EACH = "vshunt", "vshunt poll-us=0", "vshunt one worker", "v
 @dataclass(frozen=True)
 class Contestant:
     """argv(queues) is a server's; None: the load goes to the disk itself, a file or an NBD server. `many`: only where there are
-    several queues. `fill`: so many bytes are written before a run."""
+    several queues. `fill`: so many bytes are written before a run. `nbd`: the server's export for NBD clients, which make the load."""
     name: str
     argv: Callable[[int], list] | None
     many: bool = False
     fill: int = 0
+    nbd: str = ""
 
 
 def daemon(tools, blockdev, queues):
@@ -152,7 +153,8 @@ class Bench:
                 with self.server(contestant.name, contestant.argv(job.queues)) as server:
                     if contestant.fill:
                         client.fill(server, contestant.fill)
-                    result = client.load_socket(job, server, lambda pid: self.autopsy(case, contestant, job, server, pid))
+                    load = client.load_export if contestant.nbd else client.load_socket
+                    result = load(job, server, lambda pid: self.autopsy(case, contestant, job, server, pid), *filter(None, [contestant.nbd]))
                     if died := server.died():
                         raise ClientError(died)
             if server.killed:

@@ -107,6 +107,13 @@ class Client:
         argv = [*self.tools.fio_nbd, *self._fio_args(job), "--ioengine=nbd", f"--uri={uri}"]
         return fio_result(self.bounded(argv, cpus, on_hang))
 
+    def load_export(self, job, server, on_hang, export):
+        """The same on an NBD server under test. -> as load_socket."""
+        before = server.cpu_s()
+        result = self.load_nbd(job, f"nbd+unix:///{export}?socket={server.sock}", self.cpus, on_hang)
+        result["cpu_us"] = (server.cpu_s() - before) * 1e6 / result["ios"]
+        return result
+
     def _fio_args(self, job):
         return ["--name=j", "--output-format=json", "--direct=1", "--thread=1", f"--rw={RW[job.rw]}", f"--bs={job.bs}",
                 f"--iodepth={job.depth}", f"--numjobs={job.queues}", "--group_reporting=1", "--time_based=1",

@@ -36,7 +36,7 @@ TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # In the order in which they run: the curve over depth comes first, because most decisions need it.
 CASES = {"depth": depth.case, "null": cases.null, "ram": cases.ram, "tmpfs": cases.tmpfs, "ext4": cases.ext4,
          "workers": cases.workers, "balance": balance.case,
-         "nbd": nbd.case,
+         "nbd": nbd.case, "nbd-server": nbd.server,
          "idle": resident.idle, "memory": resident.memory,
          "fuse-null": fuse.null, "fuse-tmpfs": fuse.tmpfs, "fuse-ext4": fuse.ext4, "fuse-queues": fuse.queues,
          "kernel": kernel.case,
@@ -84,7 +84,7 @@ def arguments():
     p.add_argument("--only", metavar="CASE", action="append", default=[],
                    help=f"{', '.join([*CASES, *EXTRA])}; fuse, qcow2, net: all that begin so; may be repeated, or a list with commas")
     p.add_argument("--jobs", metavar="JOB,JOB", type=lambda text: text.split(","),
-                   help="of null, depth, tmpfs, ext4, nbd and the qcow2 cases only these rows, such as rr:1:1,rw:128:4; "
+                   help="of null, depth, tmpfs, ext4, nbd, nbd-server and the qcow2 cases only these rows, such as rr:1:1,rw:128:4; "
                         "of the fuse cases such as psync:rr:1:4; of before with its name, too, such as qcow2:rr:128:1")
     p.add_argument("--reps", type=int, help="repetitions, of which the median counts (3; depth 5)")
     p.add_argument("--time", type=int, metavar="S", help="seconds of each run (4; fuse and depth 2; qcow2 1)")
@@ -186,7 +186,7 @@ def find_tools(o, report):
             tools.fio_blkio = fio
         if first_line([*fio, "--enghelp=io_uring"]):
             tools.fio_file = fio
-    if "nbd" in o.only:
+    if {"nbd", "nbd-server"} & set(o.only):
         find_nbd(tools, found.get("nbdkit", ""))
     if not tools.fio_file:
         report.note("no fio with io_uring: the host's own figures are left out, and targets against them are not measured")

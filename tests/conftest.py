@@ -51,7 +51,7 @@ LONGEST = (
 
 # Folders whose files may run side by side. The files of the others share something: a setting of
 # the kernel, a network.
-SPREAD = ("backup", "bad-input", "image", "mirror", "nbd", "net", "net-load", "qcow2", "snapshot")
+SPREAD = ("backup", "bad-input", "image", "mirror", "nbd", "nbd-server", "net", "net-load", "qcow2", "snapshot")
 
 
 def pytest_addoption(parser):

@@ -8,12 +8,14 @@ mod blk_request;
 mod bytes;
 mod messages;
 mod nbd_replies;
+mod nbd_requests;
 mod qcow2_image;
 mod rings;
 
 pub use blk_request::blk_request;
 pub use messages::messages;
 pub use nbd_replies::nbd_replies;
+pub use nbd_requests::nbd_requests;
 pub use qcow2_image::qcow2_image;
 pub use rings::rings;
 
@@ -27,4 +29,5 @@ pub const TARGETS: &[(&str, Run)] = &[
     ("messages", messages),
     ("qcow2_image", qcow2_image),
     ("nbd_replies", nbd_replies),
+    ("nbd_requests", nbd_requests),
 ];

@@ -19,7 +19,7 @@ fn main() -> ExitCode {
     let target = args.first().and_then(|name| TARGETS.iter().find(|t| t.0 == name));
     let (Some(&(name, run)), Some(how)) = (target, args.get(1)) else {
         eprintln!(
-            "usage: seeded rings|blk_request|messages|qcow2_image|nbd_replies SECONDS [SEED] | --seed SEED | --input FILE"
+            "usage: seeded rings|blk_request|messages|qcow2_image|nbd_replies|nbd_requests SECONDS [SEED] | --seed SEED | --input FILE"
         );
         return ExitCode::from(2);
     };

@@ -42,6 +42,27 @@ def test_one_point_in_time(rig, mounts):
     r.require(pair.daemon.child.stop() == 0, pair.daemon.child.tail())
 
 
+def test_pull_backups_of_two_disks(rig, mounts):
+    """The frozen disks show one point in time, as long as the jobs run."""
+    pair = Pair(rig, "pulls")
+    r.wait_for("writes", lambda: pair.number > 100)
+    data = lambda n: {"disk": f"d{n}", "pull": f"p{n}", "fleece": str(rig.dir / f"pulls-{n}.fleece")}  # noqa: E731
+    actions = [{"type": "backup-start", "data": data(n)} for n in range(2)]
+    pair.daemon.cli("qmp", "transaction", json.dumps({"actions": actions}))
+    r.require([job["id"] for job in jobs(pair.daemon)] == ["backup0", "backup1"], f"listed as {jobs(pair.daemon)}")
+    number = pair.number
+    r.wait_for("more writes", lambda: pair.number > number + 100)
+    for n in range(2):
+        pair.daemon.cli("export", "add", f"type=fuse,name=v{n},disk=p{n},mountpoint={rig.dir / f'pulls-{n}.view'}")
+    first, second = (latest((rig.dir / f"pulls-{n}.view").read_bytes()) for n in range(2))
+    r.require(first in (second, second + 1) and first <= number + 1, f"d0 has {first}, and d1 has {second} of {number}")
+    for n in range(2):
+        pair.daemon.cli("export", "remove", f"v{n}")
+        pair.daemon.cli("job", "complete", f"backup{n}")
+    pair.stop()
+    r.require(pair.daemon.child.stop() == 0, pair.daemon.child.tail())
+
+
 def test_all_or_nothing(rig):
     """What is impossible for one disk leaves all as they are: no job, no file, no bitmap."""
     paths = [image(rig, f"none-{n}", "qcow2", 8) for n in range(3)]

@@ -4,6 +4,7 @@ They are images, a disk with its contents, threads that write while a backup beg
 events.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -159,7 +160,7 @@ class Writers:
         self.path, self.length, self.offset, self.step = path, length, offset, step
         self.counts = [0] * threads
         self.errors = []
-        self.stopping = threading.Event()
+        self.stopping, self.holding = threading.Event(), threading.Event()
         self.orders = []
         all_places = list(range(threads * places))
         random.Random(seed).shuffle(all_places)
@@ -180,6 +181,9 @@ class Writers:
         try:
             with m.Opened(self.path, os.O_RDWR | os.O_DIRECT) as fd:
                 while not self.stopping.is_set():
+                    if self.holding.is_set():
+                        self.stopping.wait(0.01)
+                        continue
                     number = self.counts[thread]
                     data = self.record(thread, number + 1)
                     n = os.pwrite(fd, data, self.at(order[number % len(order)]))
@@ -196,6 +200,15 @@ class Writers:
             lambda: self.errors or all(c >= s + more for c, s in zip(self.counts, start)),
         )
         self.check()
+
+    @contextlib.contextmanager
+    def held(self):
+        """They begin no write meanwhile."""
+        self.holding.set()
+        try:
+            yield
+        finally:
+            self.holding.clear()
 
     def check(self):
         r.require(not self.errors, f"a write failed while a backup ran: {self.errors[:1]}")
@@ -271,6 +284,17 @@ def busy(suite, name, kind, **more):
     return mount, Writers(mount.path, 2, 512)
 
 
+def open_files(daemon, path):
+    """How many descriptors of the daemon are of a file that had this path."""
+    return list(r.open_files(daemon.child.pid)).count(f"{path} (deleted)")
+
+
+def gone(daemon, path):
+    """The fleecing file has no name, and the daemon closes it soon."""
+    r.require(not path.exists(), f"{path} has its name still")
+    r.wait_for(f"{path.name} is closed", lambda: not open_files(daemon, path))
+
+
 def ended(mount, name, *words):
     """The job failed, and says so. On a slow disk it takes a while to get as far as that."""
     r.message_of(mount.cli("job", "wait", name, check=False, timeout_s=300), f"job {name} failed", *words, code=(1,))
@@ -323,12 +347,12 @@ class Qmp:
                 return answer["return"]
 
     def until(self, name, who):
-        """The event of that name about that job; those before it are kept."""
+        """The event of that name about that job or disk; those before it are kept."""
         end = time.monotonic() + r.WAIT_S
         seen = 0
         while True:
             for event in self.events[seen:]:
-                if event["event"] == name and who in (event["data"].get("id"), event["data"].get("device")):
+                if event["event"] == name and who in map(event["data"].get, ("id", "device", "name")):
                     return event
             seen = len(self.events)
             r.require(time.monotonic() < end, f"no event {name} of {who}; there were {self.events}")

@@ -1,6 +1,7 @@
 """TLS for tests of NBD: certificates, and what threads that carry it cost."""
 
 import os
+import ssl
 from pathlib import Path
 
 import rig as r
@@ -35,6 +36,13 @@ class Authority:
         self.run("x509", "-req", "-in", request, *authority, "-days", days, "-extfile", more, "-out", cert)
         return folder
 
+    def context(self, folder=None):
+        """What a client begins TLS with. Without `folder` it has a new certificate."""
+        folder = folder or self.sign("client")
+        context = ssl.create_default_context(cafile=self.cert)
+        context.load_cert_chain(folder / "client-cert.pem", folder / "client-key.pem")
+        return context
+
     def revoke(self, *certificates):
         """Revokes these, and returns the list of what was revoked."""
         config, listed = self.dir / "ca.conf", self.dir / "crl.pem"
@@ -50,9 +58,9 @@ class Authority:
         return listed
 
 
-def carriers(daemon):
-    """The folders in /proc of the threads that carry TLS."""
-    return [task for task, comm in r.threads(daemon.child.pid, "comm") if comm.strip() == "vshunt-nbd-tls"]
+def carriers(daemon, name="vshunt-nbd-tls"):
+    """The folders in /proc of the threads with this name, that of a client unless given."""
+    return [task for task, comm in r.threads(daemon.child.pid, "comm") if comm.strip() == name]
 
 
 def cpu_s(tasks):

@@ -23,6 +23,8 @@ pub(super) enum Backend {
     Raw(Arc<Raw>),
     Qcow2(Arc<Qcow2>),
     Nbd(Arc<Nbd>),
+    /// Another disk as it was: `Disk::frozen`.
+    Frozen,
     /// The image could not be opened again. Every request fails with EIO.
     Gone,
 }
@@ -65,6 +67,7 @@ impl Backend {
                 let ram = Ram::new(&spec.name, size_bytes)?;
                 (Self::Ram(Arc::new(ram)), size_bytes, Limits::memory(spec.readonly))
             }
+            Format::Frozen => return Err(no_frozen(spec)),
         })
     }
 
@@ -73,7 +76,7 @@ impl Backend {
         let (raw, image) = match self {
             Self::Raw(raw) => (Some(&**raw), None),
             Self::Qcow2(image) => (None, Some(image)),
-            Self::Null | Self::Ram(_) | Self::Nbd(_) | Self::Gone => (None, None),
+            Self::Null | Self::Ram(_) | Self::Nbd(_) | Self::Frozen | Self::Gone => (None, None),
         };
         raw.into_iter().chain(image.into_iter().flat_map(|image| image.files()))
     }
@@ -83,7 +86,7 @@ impl Backend {
         match self {
             Self::Nbd(nbd) => Some(nbd.uri()),
             Self::Qcow2(image) => image.image().uri(),
-            Self::Null | Self::Ram(_) | Self::Raw(_) | Self::Gone => None,
+            Self::Null | Self::Ram(_) | Self::Raw(_) | Self::Frozen | Self::Gone => None,
         }
     }
 
@@ -92,7 +95,7 @@ impl Backend {
         match self {
             Self::Raw(raw) => Some(raw),
             Self::Qcow2(image) => image.image().local(),
-            Self::Null | Self::Ram(_) | Self::Nbd(_) | Self::Gone => None,
+            Self::Null | Self::Ram(_) | Self::Nbd(_) | Self::Frozen | Self::Gone => None,
         }
     }
 
@@ -111,7 +114,8 @@ impl Backend {
             // The format works on whole sectors of its files.
             Self::Qcow2(_) => SECTOR_BYTES,
             Self::Nbd(nbd) => u64::from(nbd.settings().blocks.minimum),
-            Self::Null | Self::Ram(_) | Self::Gone => 1,
+            // A frozen disk has that of its source.
+            Self::Null | Self::Ram(_) | Self::Frozen | Self::Gone => 1,
         }
     }
 
@@ -121,7 +125,7 @@ impl Backend {
             Self::Raw(raw) if !raw.is_file() => u64::from(block_size),
             Self::Qcow2(_) => SECTOR_BYTES,
             Self::Nbd(nbd) => u64::from(nbd.settings().blocks.minimum),
-            Self::Raw(_) | Self::Null | Self::Ram(_) | Self::Gone => 1,
+            Self::Raw(_) | Self::Null | Self::Ram(_) | Self::Frozen | Self::Gone => 1,
         }
     }
 
@@ -130,6 +134,14 @@ impl Backend {
     pub(super) fn is_corrupt(&self) -> bool {
         matches!(self, Self::Qcow2(image) if image.is_corrupt())
     }
+}
+
+/// Returns the error of a frozen disk that is not made by a job.
+pub(super) fn no_frozen(spec: &DiskSpec) -> Error {
+    Error::invalid(format!(
+        "disk {}: format frozen is of the disk that `backup start --pull` makes; choose another format",
+        spec.name
+    ))
 }
 
 /// Carries out a request on a disk of format `null`. Returns 0 or a negative errno.

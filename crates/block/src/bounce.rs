@@ -25,6 +25,10 @@ const _: () = assert!(KEPT_BUFFERS as u64 * BOUNCE_BYTES_MAX <= HELD_BYTES_MAX /
 /// Alignment of the buffers. It is enough for every device, since dma_alignment is at most a page.
 pub(super) const BOUNCE_ALIGN: usize = 4096;
 
+/// Bytes from which on a buffer is mapped: its pages are made when they are used. The allocator
+/// would write all of its zeroes at once.
+const MAPPED_BYTES_MIN: usize = 1 << 20;
+
 /// Memory that the kernel may transfer to and from directly.
 pub struct AlignedBuf {
     ptr: NonNull<u8>,
@@ -38,6 +42,14 @@ impl AlignedBuf {
     /// Allocates `len` bytes of zeroes; `None` if there is no memory or `len` is 0.
     pub fn new(len: usize) -> Option<Self> {
         let layout = Layout::from_size_align(len, BOUNCE_ALIGN).ok().filter(|l| l.size() > 0)?;
+        if len >= MAPPED_BYTES_MIN {
+            let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+            // SAFETY: a private mapping of zeroes at an address that the kernel chooses. Pages are
+            // aligned to `BOUNCE_ALIGN` at least.
+            let ptr = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0) };
+            let ptr = NonNull::new(ptr.cast()).filter(|_| ptr != libc::MAP_FAILED)?;
+            return Some(Self { ptr, layout });
+        }
         // SAFETY: the size of the layout is not 0 (filtered above).
         let ptr = unsafe { alloc_zeroed(layout) };
         Some(Self { ptr: NonNull::new(ptr)?, layout })
@@ -66,6 +78,12 @@ impl AlignedBuf {
 
 impl Drop for AlignedBuf {
     fn drop(&mut self) {
+        if self.len() >= MAPPED_BYTES_MIN {
+            // SAFETY: `new` mapped this range, and only `drop` unmaps it. The owner has no
+            // reference to it any more.
+            unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.len()) };
+            return;
+        }
         // SAFETY: `new` allocated the memory with this layout, and only `drop` frees it.
         unsafe { dealloc(self.ptr.as_ptr(), self.layout) }
     }

@@ -24,7 +24,7 @@ use crate::bounce::{AlignedBuf, is_zero};
 use crate::copy_before_write::OldData;
 use crate::disk::Disk;
 use crate::handle::DiskHandle;
-use crate::{Extent, Io, Op, Step};
+use crate::{Extent, Io, Look, Op, Step};
 
 /// Operation of a token: the poll of the eventfd.
 const OP_EVENTFD: u8 = 1;
@@ -415,7 +415,7 @@ impl CopyQueue {
         } else {
             let (op, stage) = match self.copy.populates {
                 true => (Op::Populate, Stage::Populate),
-                false => (Op::Seek { own: false }, Stage::Seek),
+                false => (Op::Seek { look: Look::Disk }, Stage::Seek),
             };
             slot.io.reset(op, range.start, false);
             slot.io.request.len = len;

@@ -15,7 +15,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering::*};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering::*, fence};
 use std::sync::{Mutex, MutexGuard};
 
 use qcow2::Waker;
@@ -161,7 +161,10 @@ impl CopyBeforeWrite {
     pub(super) fn concerns(&self, bytes: Range<u64>) -> bool {
         let blocks = self.todo.blocks(bytes);
         // In this order: a reader sets its bit in `reading` before it clears the one in `todo`.
-        self.todo.any(blocks.clone()) || self.reading.any(blocks)
+        let concerns = self.todo.any(blocks.clone()) || self.reading.any(blocks);
+        // The write comes after the marks of its blocks: see `frozen::see`.
+        fence(Release);
+        concerns
     }
 
     /// Returns what a write to these bytes does next.
@@ -253,6 +256,15 @@ impl CopyBeforeWrite {
         }
     }
 
+    /// Returns the first run of blocks in a range that are in the fleecing file: the bytes of the
+    /// range that belong to them.
+    pub(super) fn kept_run(&self, bytes: Range<u64>) -> Option<Range<u64>> {
+        // The number is raised before a write to these blocks begins.
+        let kept = self.fleece.as_ref().filter(|fleece| fleece.count() > 0)?.kept();
+        let run = kept.bytes(kept.run(kept.blocks(bytes.clone()), u64::MAX - bytes.end)?);
+        Some(run.start.max(bytes.start)..run.end.min(bytes.end))
+    }
+
     /// Ends the copy, since old data cannot be stored in the fleecing file.
     pub(super) fn store_failed(&self, old: OldData, errno: i32, wake: &mut dyn FnMut(Waker)) {
         if self.has_ended().is_none() {
@@ -266,8 +278,9 @@ impl CopyBeforeWrite {
         let mut state = self.state();
         state.reads -= 1;
         state.held -= old.buf.len();
-        self.reading.clear(old.blocks);
+        // The end comes before the blocks are free for writes, which do not take the lock then.
         self.end_with(&mut state, errno, wake);
+        self.reading.clear(old.blocks);
         drop(state);
         self.notify();
     }

@@ -16,6 +16,8 @@ pub struct Bitmap {
     pub name: String,
     /// Whether it is saved in the image (qcow2) when the disk is closed.
     pub persistent: bool,
+    /// Whether its bits do not change any more.
+    frozen: bool,
     /// Guards what control threads change.
     pub state: Mutex<BitmapState>,
 }
@@ -46,13 +48,27 @@ impl Bitmap {
         }
         let bits = new_bits(name, size, granularity.trailing_zeros())?;
         let state = BitmapState { bits, recording: true, gap: false, job: None };
-        Ok(Self { name: name.to_owned(), persistent, state: Mutex::new(state) })
+        Ok(Self { name: name.to_owned(), persistent, frozen: false, state: Mutex::new(state) })
     }
 
     /// Creates a bitmap from the bits in an image.
     pub(super) fn loaded(name: &str, bits: Bits, recording: bool) -> Self {
         let state = BitmapState { bits: Arc::new(bits), recording, gap: !recording, job: None };
-        Self { name: name.to_owned(), persistent: true, state: Mutex::new(state) }
+        Self { name: name.to_owned(), persistent: true, frozen: false, state: Mutex::new(state) }
+    }
+
+    /// Creates a bitmap of bits that do not change any more, which `job` uses.
+    pub fn frozen(name: &str, bits: Arc<Bits>, job: &str) -> Self {
+        let state = BitmapState { bits, recording: false, gap: false, job: Some(job.to_owned()) };
+        Self { name: name.to_owned(), persistent: false, frozen: true, state: Mutex::new(state) }
+    }
+
+    /// Returns the bits if they have all writes since the start of the bitmap. A job that restarts
+    /// a bitmap has a part of them until it ends. A frozen one has those up to its time.
+    pub fn complete_bits(&self) -> Option<Arc<Bits>> {
+        let state = self.state();
+        let complete = !state.gap && (self.frozen || (state.recording && state.job.is_none()));
+        complete.then(|| state.bits.clone())
     }
 
     /// Locks the state. A holder only reads or replaces it.

@@ -3,6 +3,7 @@
 //! Control threads open, resize and drop a [`Disk`]. Exports and workers share it. A queue does not
 //! use it for requests, but through a [`DiskHandle`](super::DiskHandle).
 
+mod frozen;
 mod size;
 
 use std::fs::File;
@@ -16,13 +17,15 @@ use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Cache, DiskSpec, Format};
 use vshunt_types::sync::LockedShared;
 
-use super::backend::{Backend, memory_size};
+use super::backend::{Backend, memory_size, no_frozen};
 use super::failures::Failures;
 use super::limits::{self, Limits};
 use super::nbd;
 use super::qcow2::UncleanImage;
 use super::write_observers::WriteObservers;
 use super::{image_file, lock, overlay_xattr, raw};
+
+pub(super) use self::frozen::Frozen;
 
 /// How long [`Disk::close`] waits for other users of the disk, ms.
 const CLOSE_MS_MAX: u32 = 10_000;
@@ -39,6 +42,8 @@ pub struct Disk {
     /// Guards the fleecing file of a backup. Control threads replace it while no request is in
     /// flight.
     fleece: RwLock<Option<Arc<Disk>>>,
+    /// Guards what a frozen disk reads. Control threads remove it when the disk is given up.
+    frozen: RwLock<Option<Arc<Frozen>>>,
     // Control threads; fixed when the disk is opened.
     pub(super) readonly: bool,
     pub(super) cache: Cache,
@@ -72,6 +77,7 @@ impl Disk {
             Format::Raw | Format::Qcow2 => Ok(()),
             Format::Nbd => nbd::check(spec).map(drop),
             Format::Null | Format::Ram => memory_size(spec).map(drop),
+            Format::Frozen => Err(no_frozen(spec)),
         }
     }
 
@@ -109,6 +115,7 @@ impl Disk {
             backend: RwLock::new(backend),
             observers: RwLock::default(),
             fleece: RwLock::default(),
+            frozen: RwLock::default(),
             readonly: spec.readonly,
             cache: spec.cache,
             limits,
@@ -239,6 +246,7 @@ impl Disk {
         match &self.backend() {
             Backend::Raw(raw) => raw.may_wait(),
             Backend::Qcow2(image) => image.may_wait(),
+            Backend::Frozen => self.frozen_parts().is_some_and(|frozen| frozen.source.image_may_wait()),
             Backend::Null | Backend::Ram(_) | Backend::Nbd(_) | Backend::Gone => false,
         }
     }
@@ -263,7 +271,7 @@ impl Disk {
     /// The system's.
     pub fn seek(self: &Arc<Self>, offset: u64, hole: bool) -> std::io::Result<u64> {
         match &self.backend() {
-            Backend::Qcow2(_) | Backend::Nbd(_) => self.seek_as_queue(offset, hole),
+            Backend::Qcow2(_) | Backend::Nbd(_) | Backend::Frozen => self.seek_as_queue(offset, hole),
             _ => Ok(if hole { self.size_bytes() } else { offset }),
         }
     }
@@ -297,17 +305,19 @@ impl Disk {
         match &self.backend() {
             Backend::Raw(raw) => raw.direct_in_use(),
             Backend::Qcow2(image) => image.direct_in_use(),
+            Backend::Frozen => self.frozen_parts().is_some_and(|frozen| frozen.source.direct_in_use()),
             Backend::Null | Backend::Ram(_) | Backend::Nbd(_) | Backend::Gone => false,
         }
     }
 
     /// Returns how requests reach the backend: `ring`, `inline` (a file in memory), `memory`,
-    /// `none` or `gone`.
+    /// `frozen`, `none` or `gone`.
     pub fn path(&self) -> &'static str {
         match &self.backend() {
             Backend::Null => "none",
             Backend::Gone => "gone",
             Backend::Ram(_) => "memory",
+            Backend::Frozen => "frozen",
             Backend::Raw(raw) if raw.inline() => "inline",
             Backend::Raw(_) | Backend::Qcow2(_) | Backend::Nbd(_) => "ring",
         }
@@ -372,7 +382,7 @@ impl Disk {
             // Changes of the map are in this process until the next flush, unless there is a
             // journal.
             Backend::Qcow2(image) => image.survives_kill(),
-            Backend::Ram(_) => false,
+            Backend::Ram(_) | Backend::Frozen => false,
             Backend::Null | Backend::Raw(_) | Backend::Nbd(_) | Backend::Gone => true,
         }
     }

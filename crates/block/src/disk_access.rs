@@ -6,7 +6,7 @@
 use std::io;
 use std::sync::Arc;
 
-use qcow2::{Extent, Found};
+use qcow2::{Extent, Found, Look};
 use vshunt_engine::Uring;
 
 use super::bounce::AlignedBuf;
@@ -99,7 +99,8 @@ impl DiskAccess {
     /// # Errors
     /// The request's.
     pub fn seek(&mut self, offset: u64, len: u64, own: bool) -> io::Result<Found> {
-        self.io.reset(Op::Seek { own }, offset, false);
+        let look = if own { Look::Image } else { Look::Disk };
+        self.io.reset(Op::Seek { look }, offset, false);
         self.io.request.len = len;
         self.run()?;
         let all = Found { extent: Extent::Data, len };

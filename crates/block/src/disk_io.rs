@@ -7,7 +7,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use qcow2::Extent;
+use qcow2::{Extent, Look};
 use vshunt_engine::Uring;
 
 use super::bits::Bits;
@@ -88,7 +88,7 @@ impl Disk {
         let mut at = offset / self.alignment() * self.alignment();
         self.as_queue(|handle, uring, io| {
             while at < size {
-                io.reset(Op::Seek { own: false }, at, false);
+                io.reset(Op::Seek { look: Look::Disk }, at, false);
                 io.request.len = size - at;
                 handle.run(uring, io)?;
                 let Some(found) = io.request.found.filter(|found| found.len > 0) else { break };
@@ -112,7 +112,7 @@ impl Disk {
         let (mut at, size) = (0, bits.size());
         let mut result = Ok(());
         while at < size && result.is_ok() {
-            io.reset(Op::Seek { own: true }, at, false);
+            io.reset(Op::Seek { look: Look::Image }, at, false);
             io.request.len = (size - at).min(SEEK_BYTES_MAX);
             result = handle.run(&mut uring, &mut io);
             // A range without an answer counts as data.

@@ -1,4 +1,5 @@
-//! A fleecing file: old data waits there until the copy queue writes it to the target.
+//! A fleecing file: old data waits there until the copy queue writes it to the target. Under a pull
+//! backup it stays there, for the readers of the frozen disk.
 //!
 //! A block has the same offset in the file as on the disk. Each block is written at most once, and
 //! the file is new, so a block of zeroes is a hole.

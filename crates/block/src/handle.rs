@@ -3,6 +3,7 @@
 //! The queue calls [`start`](DiskHandle::start) for each request, and
 //! [`resume`](DiskHandle::resume) for each completion, on the worker's thread. Nothing here blocks.
 
+mod frozen;
 mod observed;
 mod split;
 
@@ -11,6 +12,7 @@ use std::sync::Arc;
 
 use vshunt_engine::{Token, Uring};
 
+use self::frozen::FrozenHandle;
 use self::split::SplitRequests;
 use super::backend::{Backend, null};
 use super::bounce::Pool;
@@ -46,6 +48,7 @@ pub(super) enum Handle {
     Raw { raw: Arc<Raw>, files: UringFiles },
     Qcow2(Box<Qcow2Handle>),
     Nbd(NbdHandle),
+    Frozen(Box<FrozenHandle>),
     Gone,
 }
 
@@ -53,6 +56,17 @@ impl Disk {
     /// Makes the disk usable by one queue of the worker that owns `uring`. Called on that worker's
     /// thread.
     pub fn attach(self: &Arc<Self>, uring: &mut Uring) -> DiskHandle {
+        let mut handle = self.attach_reader(uring);
+        let observers = Some(self.write_observers()).filter(|o| !o.is_idle() && !self.readonly);
+        let copy = observers.as_ref().and_then(|o| o.copy_before_write.as_ref());
+        let fleece = copy.filter(|copy| copy.is_fleeced()).and_then(|_| self.fleece());
+        handle.fleece = fleece.map(|file| Box::new(file.attach(uring)));
+        handle.observers = observers;
+        handle
+    }
+
+    /// [`attach`](Self::attach) for a queue that changes nothing.
+    pub(super) fn attach_reader(self: &Arc<Self>, uring: &mut Uring) -> DiskHandle {
         let backend = self.backend();
         let split = SplitRequests::new(&backend);
         let handle = match backend {
@@ -61,13 +75,13 @@ impl Disk {
             Backend::Raw(raw) => Handle::Raw { files: raw.register(uring), raw },
             Backend::Qcow2(image) => Handle::Qcow2(Box::new(image.attach(uring))),
             Backend::Nbd(nbd) => Handle::Nbd(nbd.attach(uring)),
+            Backend::Frozen => match self.frozen_parts() {
+                Some(frozen) => Handle::Frozen(Box::new(FrozenHandle::new(&frozen, uring))),
+                None => Handle::Gone,
+            },
             Backend::Gone => Handle::Gone,
         };
-        let observers = Some(self.write_observers()).filter(|o| !o.is_idle() && !self.readonly);
-        let copy = observers.as_ref().and_then(|o| o.copy_before_write.as_ref());
-        let fleece = copy.filter(|copy| copy.is_fleeced()).and_then(|_| self.fleece());
-        let fleece = fleece.map(|file| Box::new(file.attach(uring)));
-        DiskHandle { handle, pool: Pool::default(), observers, fleece, split, disk: self.clone() }
+        DiskHandle { handle, pool: Pool::default(), observers: None, fleece: None, split, disk: self.clone() }
     }
 }
 
@@ -147,6 +161,7 @@ impl DiskHandle {
             Handle::Raw { raw, files } => raw.start(*files, &self.pool, uring, io, token),
             Handle::Qcow2(image) => image.start(&self.pool, uring, io, token),
             Handle::Nbd(nbd) => nbd.start(uring, io, token),
+            Handle::Frozen(frozen) => frozen.start(uring, io, token),
             Handle::Gone => Step::Done(-libc::EIO),
         }
     }
@@ -158,6 +173,7 @@ impl DiskHandle {
             Handle::Raw { raw, files } => raw.resume(*files, &self.pool, uring, io, token, res),
             Handle::Qcow2(image) => image.resume(&self.pool, uring, io, token, res),
             Handle::Nbd(nbd) => nbd.resume(uring, io, token, res),
+            Handle::Frozen(frozen) => frozen.resume(uring, io, token, res),
             // These never have an operation in flight, so the completion is not one of theirs.
             Handle::Null | Handle::Ram { .. } | Handle::Gone => Step::Done(-libc::EIO),
         }
@@ -183,7 +199,8 @@ impl DiskHandle {
             Handle::Raw { raw, .. } => (raw.path(), Storage::Here),
             Handle::Qcow2(image) => (image.path(), image.place(asked)),
             Handle::Nbd(nbd) => (nbd.path(), Storage::Server { asked }),
-            Handle::Null | Handle::Ram { .. } | Handle::Gone => return,
+            // The disks below a frozen one take note.
+            Handle::Null | Handle::Ram { .. } | Handle::Frozen(_) | Handle::Gone => return,
         };
         self.disk.failures.note(path, &io.request, errno, storage);
     }
@@ -198,6 +215,7 @@ impl DiskHandle {
             Handle::Raw { raw, .. } => raw.unregister(uring),
             Handle::Qcow2(image) => image.detach(uring),
             Handle::Nbd(nbd) => nbd.detach(uring),
+            Handle::Frozen(frozen) => frozen.detach(uring),
             Handle::Null | Handle::Ram { .. } | Handle::Gone => {}
         }
     }

@@ -12,7 +12,7 @@ mod state;
 use qcow2::{Extent, Found};
 use vshunt_types::spec::Cache;
 
-pub(super) use self::state::{DriverState, Qcow2State, SplitState, Stage};
+pub(super) use self::state::{DriverState, FrozenState, Qcow2State, SplitState, Stage};
 use super::{IoVecs, Op};
 
 /// What a queue asks of a disk.

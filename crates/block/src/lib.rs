@@ -50,6 +50,7 @@ mod disk_io;
 mod failures;
 mod file_storage;
 mod fleece;
+mod frozen;
 mod handle;
 mod image_file;
 mod io;
@@ -75,7 +76,7 @@ mod stream;
 mod wake_now;
 mod write_observers;
 
-pub use ::qcow2::{Extent, Found};
+pub use ::qcow2::{Extent, Found, Look};
 pub use bits::Bits;
 pub use bounce::AlignedBuf;
 pub use commit::CommitTarget;

@@ -1,5 +1,7 @@
 //! The operations of a disk, and the progress of a request.
 
+use ::qcow2::Look;
+
 /// An operation on a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
@@ -34,8 +36,9 @@ pub enum Op {
     /// holds. The answer is in [`Request::found`](super::Request::found). Disks in memory know no
     /// holes, and servers not always: they answer that all is data.
     Seek {
-        /// Whether to look at the image alone, without its backing images.
-        own: bool,
+        /// What to look for. Only qcow2 images tell layers apart; others answer as for
+        /// [`Look::Disk`].
+        look: Look,
     },
 }
 

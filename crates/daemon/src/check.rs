@@ -13,8 +13,8 @@ use vshunt_net::switch;
 use vshunt_tap as tap;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{
-    BalanceMode, DiskSpec, Engine, ExportKind, ExportSpec, LimitKind, LimitsSpec, NetKind, NetSpec, VLAN_MAX,
-    WorkerKind, WorkerSpec, Workers as Spread,
+    BalanceMode, DiskSpec, Engine, ExportKind, ExportSpec, LimitKind, LimitsSpec, ListenAddress, NetKind,
+    NetSpec, VLAN_MAX, WorkerKind, WorkerSpec, Workers as Spread,
 };
 use vshunt_vhost_user::blk::SERIAL_MAX;
 
@@ -100,6 +100,10 @@ impl Check for ExportSpec {
         let wrong = |why: String| Err(Error::invalid(format!("export {}: {why}", self.name)));
         check_path("export", &self.name, "socket", self.socket.as_deref())?;
         check_path("export", &self.name, "mountpoint", self.mountpoint.as_deref())?;
+        check_path("export", &self.name, "tls-certificates", self.tls_certificates.as_deref())?;
+        if let Some(ListenAddress::Unix(path)) = &self.listen {
+            check_path("export", &self.name, "listen", Some(path))?;
+        }
         check_kind(self)?;
         check_socket_access(self)?;
         if self.socket.is_some() && self.fd.is_some() {
@@ -107,7 +111,7 @@ impl Check for ExportSpec {
         }
         let most = match self.kind {
             ExportKind::VhostUserNet | ExportKind::Uplink => MAX_PAIRS,
-            ExportKind::VhostUserBlk | ExportKind::Fuse => MAX_QUEUES,
+            ExportKind::VhostUserBlk | ExportKind::Fuse | ExportKind::Nbd => MAX_QUEUES,
         };
         if let Some(queues) = self.queues
             && !(1..=most).contains(&queues)
@@ -244,7 +248,15 @@ pub fn check_disk_size(size_bytes: u64) -> Result<()> {
 
 /// Checks that the owner, the group and the mode are of a socket that the daemon makes.
 fn check_socket_access(spec: &ExportSpec) -> Result<()> {
-    match spec.socket_access().first_key().filter(|_| spec.fd.is_some()) {
+    let key = spec.socket_access().first_key();
+    if let (Some(key), Some(ListenAddress::Tcp(address))) = (key, &spec.listen) {
+        return Err(Error::invalid(format!(
+            "export {}: {key} is of a UNIX socket, and listen={address} is a TCP port; leave it out, or give \
+             listen=unix:PATH",
+            spec.name
+        )));
+    }
+    match key.filter(|_| spec.fd.is_some()) {
         Some(key) => Err(Error::invalid(format!(
             "export {}: {key} is of a socket that the daemon makes, and this one is passed to it; leave it out, \
              and let its maker set it (systemd: SocketUser=, SocketGroup=, SocketMode=)",
@@ -265,6 +277,10 @@ pub fn check_one_place(spec: &ExportSpec) -> Result<()> {
         ExportKind::VhostUserBlk | ExportKind::VhostUserNet if spec.socket.is_some() == spec.fd.is_some() => {
             Err(Error::invalid(format!("export {}: give either socket=PATH or fd=N", spec.name)))
         }
+        ExportKind::Nbd if spec.listen.is_none() => Err(Error::invalid(format!(
+            "export {}: give listen=unix:PATH or listen=ADDRESS:PORT, where clients connect",
+            spec.name
+        ))),
         ExportKind::Fuse if spec.mountpoint.is_none() => {
             Err(Error::invalid(format!("export {}: give mountpoint=PATH, the file to mount over", spec.name)))
         }
@@ -278,8 +294,10 @@ fn check_kind(spec: &ExportSpec) -> Result<()> {
     let kind = kind_name(spec.kind);
     if let Some((key, of, _)) = of_kinds(spec).into_iter().find(|(_, of, on)| *on && !of.contains(&spec.kind))
     {
-        if key == "readonly" && spec.kind == ExportKind::Fuse {
-            return wrong("a mount is read-only unless writable=on is given; leave out readonly".into());
+        if key == "readonly" && matches!(spec.kind, ExportKind::Fuse | ExportKind::Nbd) {
+            return wrong(format!(
+                "a {kind} export is read-only unless writable=on is given; leave out readonly"
+            ));
         }
         let others: Vec<_> = of.iter().map(|kind| kind_name(*kind)).collect();
         let others = others.join(" and ");
@@ -289,8 +307,11 @@ fn check_kind(spec: &ExportSpec) -> Result<()> {
         ExportKind::VhostUserNet if spec.net.is_none() => wrong("give net=NAME, the network to join".into()),
         ExportKind::Uplink if spec.net.is_none() => wrong("give net=NAME, the switch to join".into()),
         ExportKind::Uplink if spec.tap.is_none() => wrong("give tap=NAME, the network that joins it".into()),
-        ExportKind::VhostUserBlk | ExportKind::Fuse if spec.disk.is_empty() => {
+        ExportKind::VhostUserBlk | ExportKind::Fuse | ExportKind::Nbd if spec.disk.is_empty() => {
             wrong("give disk=NAME, the disk to serve".into())
+        }
+        ExportKind::Nbd if spec.tls_verify_peer.is_some() && spec.tls_certificates.is_none() => {
+            wrong("tls-verify-peer needs tls-certificates=FOLDER, without which there is no TLS".into())
         }
         ExportKind::Fuse if spec.growable == Some(true) && spec.writable != Some(true) => {
             wrong("growable=on needs writable=on".into())
@@ -305,15 +326,16 @@ fn kind_name(kind: ExportKind) -> &'static str {
         ExportKind::VhostUserNet => "vhost-user-net",
         ExportKind::Fuse => "fuse",
         ExportKind::Uplink => "uplink",
+        ExportKind::Nbd => "nbd",
     }
 }
 
 /// Returns the options that do not belong to every kind of export: the option, its kinds, and
 /// whether it is given.
 fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool)> {
-    use ExportKind::{Fuse, Uplink, VhostUserBlk, VhostUserNet};
+    use ExportKind::{Fuse, Nbd, Uplink, VhostUserBlk, VhostUserNet};
     vec![
-        ("disk", &[VhostUserBlk, Fuse], !spec.disk.is_empty()),
+        ("disk", &[VhostUserBlk, Fuse, Nbd], !spec.disk.is_empty()),
         ("net", &[VhostUserNet, Uplink], spec.net.is_some()),
         ("tap", &[Uplink], spec.tap.is_some()),
         ("mac", &[VhostUserNet], spec.mac.is_some()),
@@ -326,19 +348,22 @@ fn of_kinds(spec: &ExportSpec) -> Vec<(&'static str, &'static [ExportKind], bool
         ("mtu", &[VhostUserNet, Uplink], spec.mtu.is_some()),
         ("socket", &[VhostUserBlk, VhostUserNet], spec.socket.is_some()),
         ("fd", &[VhostUserBlk, VhostUserNet], spec.fd.is_some()),
-        ("owner", &[VhostUserBlk, VhostUserNet], spec.owner.is_some()),
-        ("group", &[VhostUserBlk, VhostUserNet], spec.group.is_some()),
-        ("mode", &[VhostUserBlk, VhostUserNet], spec.mode.is_some()),
+        ("listen", &[Nbd], spec.listen.is_some()),
+        ("tls-certificates", &[Nbd], spec.tls_certificates.is_some()),
+        ("tls-verify-peer", &[Nbd], spec.tls_verify_peer.is_some()),
+        ("owner", &[VhostUserBlk, VhostUserNet, Nbd], spec.owner.is_some()),
+        ("group", &[VhostUserBlk, VhostUserNet, Nbd], spec.group.is_some()),
+        ("mode", &[VhostUserBlk, VhostUserNet, Nbd], spec.mode.is_some()),
         ("engine", &[VhostUserBlk, VhostUserNet], spec.engine.is_some()),
         ("memory-may-block", &[VhostUserBlk, VhostUserNet], spec.memory_may_block.is_some()),
-        ("limits", &[VhostUserBlk, VhostUserNet, Fuse], spec.limits.is_some()),
-        ("latency", &[VhostUserBlk, Fuse], spec.latency.is_some()),
-        ("balance", &[VhostUserBlk, VhostUserNet, Uplink], spec.balance.is_some()),
+        ("limits", &[VhostUserBlk, VhostUserNet, Fuse, Nbd], spec.limits.is_some()),
+        ("latency", &[VhostUserBlk, Fuse, Nbd], spec.latency.is_some()),
+        ("balance", &[VhostUserBlk, VhostUserNet, Uplink, Nbd], spec.balance.is_some()),
         ("serial", &[VhostUserBlk], spec.serial.is_some()),
         ("block-size", &[VhostUserBlk], spec.block_size.is_some()),
         ("readonly", &[VhostUserBlk], spec.readonly),
         ("mountpoint", &[Fuse], spec.mountpoint.is_some()),
-        ("writable", &[Fuse], spec.writable.is_some()),
+        ("writable", &[Fuse, Nbd], spec.writable.is_some()),
         ("growable", &[Fuse], spec.growable.is_some()),
         ("allow-other", &[Fuse], spec.allow_other.is_some()),
         ("transport", &[Fuse], spec.transport.is_some()),
@@ -385,7 +410,8 @@ fn check_path(what: &str, name: &str, key: &str, path: Option<&Path>) -> Result<
     }
 }
 
-fn check_name(what: &str, name: &str) -> Result<()> {
+/// Checks a name that users choose. `what`: what has it.
+pub(crate) fn check_name(what: &str, name: &str) -> Result<()> {
     let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if name.is_empty() || name.len() > 64 || !name.chars().all(fits) {
         return Err(Error::invalid(format!(

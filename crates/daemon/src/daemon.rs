@@ -341,7 +341,11 @@ impl Daemon {
         self.state().reserve(&spec, &entry)?;
         let growable = spec.growable == Some(true);
         let prepare = || if growable { self.make_growable(&entry) } else { Ok(()) };
-        self.make(spec, Backend::Disk(entry.disk.clone()), &prepare)
+        // The entry is not kept: the removal of the disk waits until nothing uses it.
+        let weak = Arc::downgrade(&entry);
+        let bitmaps =
+            move || weak.upgrade().map_or_else(Vec::new, |entry| entry.watched.state().bitmaps.clone());
+        self.make(spec, Backend::Disk(entry.disk.clone(), Box::new(bitmaps)), &prepare)
     }
 
     /// Makes an export whose name is reserved. `prepare` is called when nothing can be refused any
@@ -399,7 +403,8 @@ impl Daemon {
                     Phase::Removing(_) => return Err(removing(name)),
                     Phase::Serving(export) if !hard && export.in_use() => {
                         return Err(Error::busy(format!(
-                            "export {name} has a front end connected; end that, or remove it by force (--force)"
+                            "export {name} has {} connected; end that, or remove it by force (--force)",
+                            export.users().0
                         )));
                     }
                     Phase::Serving(_) => break,
@@ -415,7 +420,7 @@ impl Daemon {
         }
         let used = export.in_use();
         if used {
-            tracing::warn!("export {name} is removed by force: its front end loses the device");
+            tracing::warn!("export {name} is removed by force: {}", export.users().1);
         }
         let ended = self.start_removal(name, export.clone());
         await_end(name, &export, &ended, Instant::now() + REMOVE_LIMIT)?;

@@ -84,6 +84,13 @@ pub enum Event {
     JobPending(JobInfo),
     /// A job ended.
     JobEnded(JobInfo),
+    /// A disk cannot be used any more: all its requests fail, or all its writes.
+    DiskLost {
+        /// The disk.
+        name: String,
+        /// Why.
+        reason: String,
+    },
     /// A disk was resized.
     DiskResized {
         /// The disk.

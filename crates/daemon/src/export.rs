@@ -23,6 +23,7 @@ use vshunt_types::spec::{
 use vshunt_types::sync::{Locked, LockedShared};
 
 pub(crate) use self::prepared::Backend;
+pub use self::prepared::check_certificates;
 use self::prepared::{Prepared, check_block_size};
 use self::queues::ExportQueues;
 use self::served::{Frontend, Served};
@@ -179,12 +180,25 @@ impl Export {
         }
     }
 
-    /// Returns whether a front end would lose its device. A mount knows this itself, and an uplink
-    /// has no front end.
+    /// Returns whether a front end or a client would lose its device. A mount knows this itself,
+    /// and an uplink has no front end.
     pub(super) fn in_use(&self) -> bool {
-        let uses = |s: &Served| s.frontend.connected() && !s.frontend.leaving();
-        matches!(self.spec.kind, ExportKind::VhostUserBlk | ExportKind::VhostUserNet)
-            && self.served().as_ref().is_some_and(uses)
+        let kinds = [ExportKind::VhostUserBlk, ExportKind::VhostUserNet, ExportKind::Nbd];
+        let uses = |s: &Served| {
+            // In this order: what is leaving may have gone before it is asked whether it is there.
+            let leaving = s.frontend.leaving();
+            s.frontend.connected() && !leaving
+        };
+        kinds.contains(&self.spec.kind) && self.served().as_ref().is_some_and(uses)
+    }
+
+    /// Returns what is connected to an export that is [`in_use`](Self::in_use), and what it loses
+    /// when the export is removed.
+    pub(super) fn users(&self) -> (&'static str, &'static str) {
+        match self.spec.kind {
+            ExportKind::Nbd => ("a client", "its clients lose their connections"),
+            _ => ("a front end", "its front end loses the device"),
+        }
     }
 
     /// Checks that its mount does not lie over the image of `disk`. Such an image has no name while
@@ -367,7 +381,7 @@ impl Export {
         };
         // A queue that never started has nothing to reset.
         (0..served.queues.len()).for_each(|index| served.queues.stats(index).latency.reset());
-        matches!(self.spec.kind, ExportKind::VhostUserBlk | ExportKind::Fuse)
+        matches!(self.spec.kind, ExportKind::VhostUserBlk | ExportKind::Fuse | ExportKind::Nbd)
             && self.spec.latency.unwrap_or_default() != LatencyMode::Off
     }
 

@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use vshunt_block::Disk;
 use vshunt_block::copy::Copy;
+use vshunt_block::{CopyBeforeWrite, Disk};
 use vshunt_engine::QueueSet;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{CopyMode, JobInfo, JobKind, JobStatus};
@@ -22,6 +22,8 @@ pub(super) struct Job {
     pub(super) target: String,
     /// The fleecing file.
     pub(super) fleece: Option<PathBuf>,
+    /// The frozen disk of a pull backup.
+    pub(super) pull: Option<String>,
     /// It ends by itself, without a command.
     pub(super) auto_finalize: bool,
     /// It is dismissed automatically when it has concluded.
@@ -44,7 +46,7 @@ pub(super) struct JobState {
     pub(super) status: JobStatus,
     pub(super) speed: Option<u64>,
     pub(super) cancelled: bool,
-    /// Whether a mirror that is ready has to end.
+    /// Whether a pull backup, or a mirror that is ready, has to end.
     pub(super) completed: bool,
     /// Whether it has copied all, and waits for the command to finalize it.
     pub(super) awaits_finalize: bool,
@@ -65,6 +67,10 @@ pub(super) struct JobState {
     pub(super) ended: u64,
     /// What it uses while it copies.
     pub(super) active: Option<ActiveCopy>,
+    /// What it uses while it keeps a point in time for a pull backup.
+    pub(super) pull: Option<ActivePull>,
+    /// Whether the point in time of a pull backup has been.
+    pub(super) begun: bool,
     /// The thread of a mirror that is ready, or of a job that waits to be finalized.
     pub(super) thread: Option<std::thread::Thread>,
     /// The target of a mirror.
@@ -76,6 +82,12 @@ pub(super) struct JobState {
 pub(super) struct ActiveCopy {
     pub(super) copy: Arc<Copy>,
     pub(super) queue: Arc<QueueSet>,
+    pub(super) thread: std::thread::Thread,
+}
+
+/// What a pull backup uses while it keeps its point in time.
+pub(super) struct ActivePull {
+    pub(super) work: Arc<CopyBeforeWrite>,
     pub(super) thread: std::thread::Thread,
 }
 
@@ -98,6 +110,8 @@ impl Job {
             done: 0,
             ended: 0,
             active: None,
+            pull: None,
+            begun: false,
             thread: None,
             target: None,
         };
@@ -107,6 +121,7 @@ impl Job {
             disk: disk.to_owned(),
             target,
             fleece: None,
+            pull: None,
             auto_finalize: auto_finalize.unwrap_or(true),
             auto_dismiss,
             state: Mutex::new(state),
@@ -130,7 +145,12 @@ impl Job {
             total_bytes: state.total,
             speed: state.speed,
             fleece: self.fleece.clone(),
-            fleece_bytes: state.active.as_ref().and_then(|w| w.copy.work.stored_bytes()),
+            fleece_bytes: match (&state.active, &state.pull) {
+                (Some(active), _) => active.copy.work.stored_bytes(),
+                (None, Some(pull)) => pull.work.stored_bytes(),
+                (None, None) => None,
+            },
+            pull: self.pull.clone(),
             error: state.error.clone(),
             cancelled: state.cancelled,
             auto_finalize: self.auto_finalize,
@@ -172,7 +192,11 @@ impl Job {
             work.copy.work.notify();
             work.thread.unpark();
         }
-        if let Some(thread) = &self.state().thread {
+        let state = self.state();
+        if let Some(pull) = &state.pull {
+            pull.thread.unpark();
+        }
+        if let Some(thread) = &state.thread {
             thread.unpark();
         }
     }

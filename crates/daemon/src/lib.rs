@@ -58,6 +58,6 @@ pub use daemon::{
     ATTACH_TIMEOUT, Daemon, HOLD, HOLD_MAX, Options, OverlayMode, PointAction, SnapshotWish, ToConvert,
 };
 pub use event::Event;
-pub use export::Moved;
+pub use export::{Moved, check_certificates};
 pub use service_totals::ServiceTotals;
 pub use vshunt_engine::DEFAULT_POLL_US;

@@ -165,7 +165,7 @@ impl Registry {
         {
             let remedy = match spec.kind {
                 ExportKind::VhostUserBlk => "give readonly=on",
-                ExportKind::Fuse => "leave out writable=on",
+                ExportKind::Fuse | ExportKind::Nbd => "leave out writable=on",
                 ExportKind::VhostUserNet | ExportKind::Uplink => unreachable!("it is of no disk"),
             };
             return Err(Error::busy(format!(

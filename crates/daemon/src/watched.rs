@@ -9,6 +9,7 @@ use vshunt_types::sync::Locked;
 
 /// The observers of the writes of one disk. The lock is held for look-ups and changes only, and
 /// taken after `op_lock` of the disk.
+#[derive(Default)]
 pub(super) struct Watched(Mutex<State>);
 
 #[derive(Default)]
@@ -18,6 +19,8 @@ pub(super) struct State {
     pub(super) job: Option<String>,
     /// Whether that job writes to the disk: then nothing else may use it.
     pub(super) is_target: bool,
+    /// Whether that job ends by a command only.
+    pub(super) is_pull: bool,
     /// Blocks that were written during a round of a commit or a mirror.
     pub(super) written: Option<Arc<Bits>>,
     /// Blocks that the job copies before they are overwritten.
@@ -44,18 +47,13 @@ impl Watched {
 
     /// Checks that no job uses the disk of that name.
     pub(super) fn check_free(&self, disk: &str) -> Result<()> {
-        match self.job() {
-            None => Ok(()),
-            Some(job) => Err(in_use(disk, &job)),
-        }
+        self.state().check_free(disk)
     }
 
     /// Reserves the disk as the source of a job that is being started.
     pub(super) fn claim_source(&self, disk: &str, job: &str) -> Result<()> {
         let mut state = self.state();
-        if let Some(other) = &state.job {
-            return Err(in_use(disk, other));
-        }
+        state.check_free(disk)?;
         state.job = Some(job.to_owned());
         Ok(())
     }
@@ -63,9 +61,7 @@ impl Watched {
     /// Reserves the disk as the target of a job. Nothing else may use it.
     pub(super) fn claim_target(&self, disk: &str, job: &str) -> Result<()> {
         let mut state = self.state();
-        if let Some(other) = &state.job {
-            return Err(in_use(disk, other));
-        }
+        state.check_free(disk)?;
         (state.job, state.is_target) = (Some(job.to_owned()), true);
         Ok(())
     }
@@ -73,16 +69,13 @@ impl Watched {
     /// Checks that the disk may have an export: no job writes to it.
     pub(super) fn check_exportable(&self, disk: &str) -> Result<()> {
         let state = self.state();
-        match &state.job {
-            Some(job) if state.is_target => Err(in_use(disk, job)),
-            _ => Ok(()),
-        }
+        if state.is_target { state.check_free(disk) } else { Ok(()) }
     }
 
     /// Releases the disk at the end of a job.
     pub(super) fn release(&self) {
         let mut state = self.state();
-        (state.job, state.is_target) = (None, false);
+        (state.job, state.is_target, state.is_pull) = (None, false, false);
         (state.before, state.after, state.written) = (None, None, None);
     }
 
@@ -123,6 +116,10 @@ impl Watched {
     }
 }
 
-fn in_use(disk: &str, job: &str) -> Error {
-    Error::busy(format!("disk {disk} is in use by job {job}; wait for it, or cancel it"))
+impl State {
+    fn check_free(&self, disk: &str) -> Result<()> {
+        let Some(job) = &self.job else { return Ok(()) };
+        let remedy = if self.is_pull { "complete it" } else { "wait for it" };
+        Err(Error::busy(format!("disk {disk} is in use by job {job}; {remedy}, or cancel it")))
+    }
 }

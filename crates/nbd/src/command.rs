@@ -40,6 +40,23 @@ pub enum CommandKind {
     BlockStatus = 7,
 }
 
+impl CommandKind {
+    /// Returns the type with this number, if it is known.
+    pub(super) fn of(number: u16) -> Option<Self> {
+        [
+            Self::Read,
+            Self::Write,
+            Self::Disconnect,
+            Self::Flush,
+            Self::Trim,
+            Self::WriteZeroes,
+            Self::BlockStatus,
+        ]
+        .into_iter()
+        .find(|kind| *kind as u16 == number)
+    }
+}
+
 /// The header of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Command {

@@ -1,11 +1,11 @@
-//! The NBD protocol, as clients speak it: addresses, handshake, requests and replies.
+//! The NBD protocol, as clients and servers speak it: addresses, handshake, requests and replies.
 //!
-//! The crate opens no socket and has no thread. [`Uri`] says where a server is.
+//! The crate opens no socket and has no thread. For a client, [`Uri`] says where a server is.
 //! [`negotiate`] does the handshake on a stream that the caller has connected. Then
 //! [`Command::encode`] makes the header of a request, and a [`Receiver`] takes the bytes that the
-//! server sends.
+//! server sends. The side of a server is in [`server`].
 //!
-//! The server is not trusted: each length, cookie and type that it sends is checked here, and what
+//! The peer is not trusted: each length, cookie and type that it sends is checked here, and what
 //! does not fit is a [`Violation`], after which the connection cannot be used.
 //!
 //! The source is the protocol's specification, `doc/proto.md` and `doc/uri.md` of the NBD project.
@@ -27,6 +27,7 @@ mod covered;
 mod handshake;
 mod receiver;
 mod reply;
+pub mod server;
 mod uri;
 mod wire;
 

@@ -1,4 +1,4 @@
-//! Numbers of the protocol (proto, "Values").
+//! Numbers of the handshake, which client and server share (proto, "Values").
 
 /// First magic number of a server.
 pub(super) const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -17,8 +17,10 @@ pub(super) const OPT_EXPORT_NAME: u32 = 1;
 pub(super) const OPT_ABORT: u32 = 2;
 pub(super) const OPT_LIST: u32 = 3;
 pub(super) const OPT_STARTTLS: u32 = 5;
+pub(super) const OPT_INFO: u32 = 6;
 pub(super) const OPT_GO: u32 = 7;
 pub(super) const OPT_STRUCTURED_REPLY: u32 = 8;
+pub(super) const OPT_LIST_META_CONTEXT: u32 = 9;
 pub(super) const OPT_SET_META_CONTEXT: u32 = 10;
 pub(super) const OPT_EXTENDED_HEADERS: u32 = 11;
 
@@ -29,11 +31,15 @@ pub(super) const REP_META_CONTEXT: u32 = 4;
 pub(super) const REP_ERROR: u32 = 1 << 31;
 pub(super) const REP_ERR_UNSUP: u32 = REP_ERROR + 1;
 pub(super) const REP_ERR_POLICY: u32 = REP_ERROR + 2;
+pub(super) const REP_ERR_INVALID: u32 = REP_ERROR + 3;
 pub(super) const REP_ERR_TLS_REQD: u32 = REP_ERROR + 5;
 pub(super) const REP_ERR_UNKNOWN: u32 = REP_ERROR + 6;
 pub(super) const REP_ERR_SHUTDOWN: u32 = REP_ERROR + 7;
+pub(super) const REP_ERR_BLOCK_SIZE_REQD: u32 = REP_ERROR + 8;
+pub(super) const REP_ERR_EXT_HEADER_REQD: u32 = REP_ERROR + 10;
 
 pub(super) const INFO_EXPORT: u16 = 0;
+pub(super) const INFO_NAME: u16 = 1;
 pub(super) const INFO_BLOCK_SIZE: u16 = 3;
 
 /// Begins a request without extended headers.
@@ -63,7 +69,7 @@ pub(super) const TYPE_BLOCK_STATUS_EXT: u16 = 6;
 /// Reads big-endian numbers from the front of some bytes.
 pub(super) struct Bytes<'a>(pub(super) &'a [u8]);
 
-impl Bytes<'_> {
+impl<'a> Bytes<'a> {
     pub(super) fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
         let (first, rest) = self.0.split_first_chunk::<N>()?;
         self.0 = rest;
@@ -80,5 +86,13 @@ impl Bytes<'_> {
 
     pub(super) fn u64(&mut self) -> Option<u64> {
         self.take().map(u64::from_be_bytes)
+    }
+
+    /// Takes a string of the protocol: its length, and its bytes.
+    pub(super) fn string(&mut self) -> Option<&'a [u8]> {
+        let len = usize::try_from(self.u32()?).ok()?;
+        let (text, rest) = self.0.split_at_checked(len)?;
+        self.0 = rest;
+        Some(text)
     }
 }

@@ -71,7 +71,7 @@ mod testing;
 pub use error::{Error, Result};
 pub use fast_path::{Batch, FastPath};
 pub use image::Image;
-pub use request::{Buf, Context, Extent, Found, Op, Request, Step};
+pub use request::{Buf, Context, Extent, Found, Look, Op, Request, Step};
 pub use served::{
     Chain, Layer, Served, Settings, User, make_ready, make_ready_for, make_ready_in_fixed_file,
 };

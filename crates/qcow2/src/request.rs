@@ -33,7 +33,7 @@ use self::flush::Flush;
 use self::generation::NewGeneration;
 use self::mark_corrupt::Mark;
 use self::pack::Pack;
-pub use self::seek::{Extent, Found};
+pub use self::seek::{Extent, Found, Look};
 use self::table::NewTable;
 use crate::epoch::Epoch;
 use crate::map::Load;
@@ -73,8 +73,8 @@ pub enum Op {
     /// Transfers nothing. [`Request::found`] then returns the type of the disk's contents from the
     /// first byte on, and for how many bytes it holds.
     Seek {
-        /// Whether only the image itself is asked, without its backing files.
-        own: bool,
+        /// What is looked for.
+        look: Look,
     },
 }
 
@@ -415,7 +415,7 @@ impl Request {
                     Op::Write => self.step_write(self.end, cx),
                     Op::WriteCompressed => self.step_pack_start(cx),
                     Op::Populate => self.step_populate(cx),
-                    Op::Seek { own } => self.step_seek(own, cx),
+                    Op::Seek { look } => self.step_seek(look, cx),
                     _ => self.step_zero(cx),
                 }
             } else if std::mem::take(&mut self.stable) {

@@ -576,7 +576,7 @@ impl Chain {
     }
 
     /// Returns the contents of the disk from `pos` on: the layer, the contents, and for how many
-    /// bytes they hold.
+    /// bytes they hold. What no layer has is below the last one, and reads as zeroes.
     pub(crate) fn find(
         &self,
         pos: u64,
@@ -601,7 +601,7 @@ impl Chain {
                 },
             }
         }
-        Ok((self.layers.len() - 1, Source::Zero, n))
+        Ok((self.layers.len() - 1, Source::Below, n))
     }
 
     /// Returns the file with a layer's data.

@@ -111,10 +111,12 @@ pub enum ThreadKind {
     Worker,
     /// Servers of disks: it connects to them.
     Remote,
+    /// NBD clients, until their handshake is complete, and TLS with them.
+    NbdServer,
 }
 
 impl ThreadKind {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Control,
         Self::Session,
         Self::NetSession,
@@ -122,6 +124,7 @@ impl ThreadKind {
         Self::Metrics,
         Self::Worker,
         Self::Remote,
+        Self::NbdServer,
     ];
 
     const fn name(self) -> &'static str {
@@ -133,6 +136,7 @@ impl ThreadKind {
             Self::Metrics => "metrics",
             Self::Worker => "worker",
             Self::Remote => "remote",
+            Self::NbdServer => "nbd-server",
         }
     }
 
@@ -156,7 +160,7 @@ impl ThreadKind {
             Self::Worker => CapabilitySet::IPC_LOCK | CapabilitySet::SYS_ADMIN,
             // The sockets of servers may belong to other users.
             Self::Remote => CapabilitySet::DAC_OVERRIDE,
-            Self::Metrics => CapabilitySet::empty(),
+            Self::Metrics | Self::NbdServer => CapabilitySet::empty(),
         }
     }
 }
@@ -236,7 +240,7 @@ struct Running {
     capabilities: CapabilitySet,
     set_user_id: bool,
     /// One for each of [`ThreadKind::ALL`]. None: no filter.
-    filters: [Option<filter::Program>; 7],
+    filters: [Option<filter::Program>; 8],
     /// The paths that all threads may open.
     process: Option<Ruleset>,
     /// The rules that `process` was made of, if paths are restricted.

@@ -79,6 +79,10 @@ const METRICS: &[u32] = calls! { SYS_getpriority SYS_getdents64 SYS_getuid SYS_g
 /// The thread that connects to the server of a disk. It opens no file.
 const REMOTE: &[u32] = calls! { SYS_socket SYS_connect };
 
+/// The threads of an NBD server: connections, TLS, and the map of an image. They open no file and
+/// make no socket but pairs of connected ones.
+const NBD_SERVER: &[u32] = calls! { SYS_accept4 SYS_recvfrom SYS_setsockopt SYS_socketpair };
+
 /// Control threads: files and sockets. Left out are calls that make or signal processes (fork,
 /// execve, kill, wait4, pidfd_*), and those that change what the process is or reach into others
 /// (mount, setns, unshare, setuid and the like, ptrace, process_vm_*, keyctl, perf_event_open,
@@ -164,6 +168,7 @@ pub(super) fn allowed(kind: ThreadKind) -> Vec<u32> {
         ThreadKind::Metrics => &[SOCKETS, METRICS],
         ThreadKind::Worker => &[],
         ThreadKind::Remote => &[SOCKETS, REMOTE],
+        ThreadKind::NbdServer => &[NBD_SERVER],
     };
     [ALL, ALL_OLD, ALL_LIBC, &groups.concat()].concat()
 }
@@ -204,7 +209,7 @@ pub const URING_OPERATIONS: [u8; 20] = [
     opcode::AsyncCancel::CODE,
     opcode::MsgRingData::CODE,
     opcode::UringCmd16::CODE,
-    // Connections to servers of disks.
+    // Connections to servers of disks, and those of NBD clients.
     opcode::SendMsg::CODE,
     opcode::RecvMsg::CODE,
     opcode::Recv::CODE,

@@ -4,24 +4,26 @@
 //! from the peer, and the other way round.
 
 use std::io::{self, BufReader};
+use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustls::ClientConnection;
+use rustls::Connection;
 
 use crate::flow::{BUFFER_BYTES, Bytes, Socket, would_block};
+use crate::{LINGER, Side};
 
-/// Why a connection has ended that its server has closed.
-const CLOSED: &str = "the server closed it";
 /// Encrypted bytes that wait for the peer, at most.
 const WAITING_BYTES: usize = 256 << 10;
 
 pub(crate) struct Carrier {
-    tls: ClientConnection,
+    tls: Connection,
     /// One read takes many records, and rustls alone takes about one.
     peer: BufReader<Socket<OwnedFd>>,
     own: UnixStream,
+    side: Side,
     /// For the peer, not encrypted yet.
     up: Bytes,
     /// For the worker.
@@ -32,34 +34,50 @@ pub(crate) struct Carrier {
     unsent: Option<io::Error>,
     /// The worker sends nothing more.
     worker_ended: bool,
+    /// The worker has closed its end: until when the peer may take the rest.
+    closing: Option<Instant>,
 }
 
 impl Carrier {
-    pub(crate) fn new(mut tls: ClientConnection, peer: OwnedFd, own: UnixStream) -> Self {
+    pub(crate) fn new(mut tls: Connection, peer: OwnedFd, own: UnixStream, side: Side) -> Self {
         tls.set_buffer_limit(Some(WAITING_BYTES));
         Self {
             tls,
             peer: BufReader::with_capacity(BUFFER_BYTES, Socket(peer)),
             own,
+            side,
             up: Bytes::default(),
             down: Bytes::default(),
             peer_ended: None,
             unsent: None,
             worker_ended: false,
+            closing: None,
         }
     }
 
     /// Carries bytes until one side ends. Returns why.
     pub(crate) fn run(&mut self) -> io::Result<String> {
+        let mut told = false;
         loop {
             self.deliver()?;
-            if let Some(why) = self.peer_ended.as_ref().filter(|_| self.down.is_empty()) {
-                return Ok(why.clone());
+            if let Some(why) = self.peer_ended.as_ref().filter(|_| !told && self.down.is_empty()) {
+                if self.side == Side::Client {
+                    return Ok(why.clone());
+                }
+                // The worker still answers what came before.
+                let _ = self.own.shutdown(Shutdown::Write);
+                told = true;
             }
             if self.unsent.is_none() {
                 self.unsent = self.send().err();
             }
-            if self.worker_ended && self.up.is_empty() {
+            // What the client has asked is not answered any more. The worker would wait until what
+            // it has sent is taken.
+            if let Some(e) = self.unsent.take_if(|_| self.side == Side::Server) {
+                return Err(e);
+            }
+            let flushed = self.side == Side::Client || !self.tls.wants_write();
+            if self.worker_ended && self.up.is_empty() && flushed {
                 return Ok("this side closed it".to_owned());
             }
             let (from_peer, from_worker) = self.wait()?;
@@ -78,6 +96,9 @@ impl Carrier {
     /// Passes on what arrived, as far as the worker has taken what arrived before. An error of its
     /// socket shows in `wait`.
     fn deliver(&mut self) -> io::Result<()> {
+        if self.closing.is_some() {
+            return Ok(());
+        }
         let _ = self.down.drain(&mut self.own);
         while self.down.is_empty() && self.peer_ended.is_none() {
             self.peer_ended = self.gather()?;
@@ -113,7 +134,7 @@ impl Carrier {
         while !self.down.is_full() {
             let before = self.down.end;
             if !self.down.fill(&mut self.tls.reader())? {
-                return Ok(Some(CLOSED.to_owned()));
+                return Ok(Some(self.closed()));
             }
             if self.down.end > before {
                 continue;
@@ -128,11 +149,16 @@ impl Carrier {
         Ok(None)
     }
 
+    fn closed(&self) -> String {
+        let peer = if self.side == Side::Client { "server" } else { "client" };
+        format!("the {peer} closed it")
+    }
+
     /// Takes what arrived, as far as one read of rustls goes. Returns why the connection has ended,
     /// if it has.
     fn read_peer(&mut self) -> io::Result<Option<String>> {
         match self.tls.read_tls(&mut self.peer) {
-            Ok(0) => return Ok(Some(CLOSED.to_owned())),
+            Ok(0) => return Ok(Some(self.closed())),
             Ok(_) => {}
             Err(e) if would_block(&e) => return Ok(None),
             Err(e) => return Err(e),
@@ -151,33 +177,55 @@ impl Carrier {
             let read = if reads { PollFlags::IN } else { PollFlags::empty() };
             read | if writes { PollFlags::OUT } else { PollFlags::empty() }
         };
-        let sends = self.unsent.is_none();
-        let reads_peer = self.peer_ended.is_none() && self.down.is_empty() && self.tls.wants_read();
+        let (sends, open) = (self.unsent.is_none(), self.closing.is_none());
+        let reads_peer = open && self.peer_ended.is_none() && self.down.is_empty() && self.tls.wants_read();
         let reads_worker = !self.worker_ended && sends && self.up.is_empty();
+        if !open && reads_worker {
+            return Ok((false, true));
+        }
         let of_peer = flags(reads_peer, sends && self.tls.wants_write());
         let mut both = [
             PollFd::from_borrowed_fd(self.own.as_fd(), flags(reads_worker, !self.down.is_empty())),
             PollFd::from_borrowed_fd(self.peer.get_ref().as_fd(), of_peer),
         ];
         // The end of a peer of which nothing is wanted now shows later.
-        let wanted = if of_peer.is_empty() { &mut both[..1] } else { &mut both[..] };
-        wait_for(wanted, sends || !self.down.is_empty())?;
+        let wanted = match (open, of_peer.is_empty()) {
+            (true, true) => &mut both[..1],
+            (true, false) => &mut both[..],
+            (false, _) => &mut both[1..],
+        };
+        poll_until(wanted, if !sends && self.down.is_empty() { Some(Instant::now()) } else { self.closing })?;
         let [worker, peer] = both.map(|fd| fd.revents());
         let closed = PollFlags::HUP | PollFlags::ERR;
-        if worker.intersects(closed) && !reads_worker {
-            // Nobody reads what would still be carried.
-            return Err(io::ErrorKind::BrokenPipe.into());
+        if worker.intersects(closed) {
+            self.worker_closed(reads_worker)?;
+        } else if sends && self.closing.is_some_and(|until| until <= Instant::now()) {
+            return Err(io::ErrorKind::TimedOut.into());
         }
         let readable = PollFlags::IN | closed;
         Ok((reads_peer && peer.intersects(readable), reads_worker && worker.intersects(readable)))
     }
+
+    /// The worker has closed its end: it takes nothing more, and what it has sent can be read.
+    fn worker_closed(&mut self, reads_worker: bool) -> io::Result<()> {
+        match self.side {
+            Side::Server => {
+                self.closing = Some(Instant::now() + LINGER);
+                self.down.clear();
+                Ok(())
+            }
+            Side::Client if reads_worker => Ok(()),
+            // Nobody reads what would still be carried.
+            Side::Client => Err(io::ErrorKind::BrokenPipe.into()),
+        }
+    }
 }
 
-/// Polls, and waits for an event if `waits`.
-fn wait_for(fds: &mut [PollFd<'_>], waits: bool) -> io::Result<()> {
-    let at_once = Timespec::default();
+fn poll_until(fds: &mut [PollFd<'_>], until: Option<Instant>) -> io::Result<()> {
     loop {
-        match poll(fds, (!waits).then_some(&at_once)) {
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let left = left.map(|left| Timespec::try_from(left).unwrap_or_default());
+        match poll(fds, left.as_ref()) {
             Ok(_) => return Ok(()),
             Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(e.into()),

@@ -1,4 +1,4 @@
-//! TLS of connections to NBD servers.
+//! TLS of NBD connections, of clients and of servers.
 //!
 //! [`carry`] starts a thread for each connection, between the socket of the peer and a pair of
 //! connected sockets. The other end of the pair is what the worker's io_uring reads and writes, so
@@ -16,12 +16,25 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
 
-use rustls::ClientConnection;
+use rustls::Connection;
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 
 use self::carrier::Carrier;
 pub use self::flow::Socket;
 pub use self::pem::Folder;
+
+/// Which side of a connection this is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// It asks. When the server sends nothing more, the connection is of no more use.
+    Client,
+    /// It answers, also after the client has said that it sends nothing more. When the worker has
+    /// closed its end, the client has [`LINGER`] to take the last answers.
+    Server,
+}
+
+/// How long a client may take for its last answers, after the worker has closed its end.
+pub const LINGER: std::time::Duration = std::time::Duration::from_secs(10);
 
 /// Why a connection has ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,14 +52,15 @@ pub struct End {
 /// # Errors
 /// The system has no sockets or no thread.
 pub fn carry(
-    tls: ClientConnection,
+    tls: impl Into<Connection>,
     peer: OwnedFd,
+    side: Side,
     (kind, name): (ThreadKind, String),
     ended: impl FnOnce(End) + Send + 'static,
 ) -> io::Result<(UnixStream, JoinHandle<()>)> {
     let (own, worker) = UnixStream::pair()?;
     own.set_nonblocking(true)?;
-    let mut carrier = Carrier::new(tls, peer, own);
+    let mut carrier = Carrier::new(tls.into(), peer, own, side);
     let run = move || {
         let end = match carrier.run() {
             Ok(why) => End { why, violation: false },

@@ -13,6 +13,7 @@ mod idle;
 mod job;
 mod latency;
 mod limits;
+mod listen;
 mod net;
 mod port;
 
@@ -24,6 +25,7 @@ pub use job::{
 };
 pub use latency::{LatencyFigures, LatencyInfo, LatencyMode};
 pub use limits::{Burst, LIMIT_MAX, LimitKind, LimitsSpec};
+pub use listen::ListenAddress;
 pub use net::{
     AddressOrigin, Mac, NetAddress, NetCounters, NetInfo, NetKind, NetQueueCounters, NetSpec, Steering,
     text_or_number,
@@ -45,6 +47,8 @@ pub enum Format {
     Ram,
     /// An export of an NBD server.
     Nbd,
+    /// Another disk as it was when a pull backup began. Only `backup-start` makes such a disk.
+    Frozen,
 }
 
 /// Whether a disk bypasses the page cache.
@@ -182,13 +186,15 @@ pub enum ExportKind {
     Fuse,
     /// A tap as a port of a switch.
     Uplink,
+    /// A disk for NBD clients.
+    Nbd,
 }
 
 impl ExportKind {
     /// Returns the kind of limits that such an export can have. `None`: it can have none.
     pub fn limits(self) -> Option<LimitKind> {
         match self {
-            Self::VhostUserBlk | Self::Fuse => Some(LimitKind::Disk),
+            Self::VhostUserBlk | Self::Fuse | Self::Nbd => Some(LimitKind::Disk),
             Self::VhostUserNet => Some(LimitKind::Network),
             Self::Uplink => None,
         }
@@ -269,7 +275,7 @@ pub struct ExportSpec {
     /// The name, unique among exports. Flags and configuration files may leave it out: it is then
     /// that of the disk, tap or network.
     pub name: String,
-    /// vhost-user-blk, fuse: the name of the disk.
+    /// vhost-user-blk, fuse, nbd: the name of the disk.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub disk: String,
     /// vhost-user-net: the name of the network. uplink: the name of the switch.
@@ -286,22 +292,37 @@ pub struct ExportSpec {
     /// export ends with its peer. Not over the control socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fd: Option<RawFd>,
-    /// vhost-user: the user, by name or number, that owns the socket. Absent: that of the daemon.
-    /// Not with `fd`.
+    /// nbd: where clients connect: `unix:PATH`, `ADDRESS:PORT`, or `PORT` of 127.0.0.1. A UNIX
+    /// socket is made, and removed at the end. Without TLS, every client that reaches a TCP port
+    /// may use the export.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub listen: Option<ListenAddress>,
+    /// nbd: TLS, which every client then has to use. A folder with `server-cert.pem`,
+    /// `server-key.pem`, `ca-cert.pem`, and `ca-crl.pem` if certificates were revoked. They are
+    /// read when the export is added.
+    #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "shown_path")]
+    pub tls_certificates: Option<PathBuf>,
+    /// nbd, with `tls-certificates`: whether a client has to show a certificate that the authority
+    /// of `ca-cert.pem` has signed. Absent: true.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tls_verify_peer: Option<bool>,
+    /// vhost-user, nbd: the user, by name or number, that owns the socket. Absent: that of the
+    /// daemon. Not with `fd`, nor for a TCP port.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "net::text_or_number")]
     pub owner: Option<String>,
-    /// vhost-user: the group, by name or number, of the socket. Absent: that of the daemon. Not
-    /// with `fd`.
+    /// vhost-user, nbd: the group, by name or number, of the socket. Absent: that of the daemon.
+    /// Not with `fd`, nor for a TCP port.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "net::text_or_number")]
     pub group: Option<String>,
-    /// vhost-user: the mode of the socket in octal digits, as a string: `0600`, `0660`, `0606` or
-    /// `0666`. Absent: `0660` if `group` is given, otherwise the umask of the daemon decides. Not
-    /// with `fd`.
+    /// vhost-user, nbd: the mode of the socket in octal digits, as a string: `0600`, `0660`, `0606`
+    /// or `0666`. Absent: `0660` if `group` is given, otherwise the umask of the daemon decides.
+    /// Not with `fd`, nor for a TCP port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<SocketMode>,
-    /// The number of queues: virtqueues (1 to 256), queue pairs of a network device (1 to 128), or
-    /// queues of an uplink's tap. Absent: 256 virtqueues of a disk; one for each CPU with
-    /// `workers=per-cpu`, with the kernel engine, and for all other exports.
+    /// The number of queues: virtqueues (1 to 256), queue pairs of a network device (1 to 128),
+    /// queues of an uplink's tap, or connections of NBD clients (1 to 256). Absent: 16
+    /// connections; 256 virtqueues of a disk, but one for each CPU with `workers=per-cpu` or the
+    /// kernel engine; one for each CPU for all other exports.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
     /// The workers that the export starts with: `default`, `per-queue`, `per-cpu`, `auto` or a
@@ -327,8 +348,9 @@ pub struct ExportSpec {
     /// that of the daemon.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll_us: Option<u32>,
-    /// vhost-user-blk, fuse: whether the service times of requests are measured. Absent: `sampled`.
-    /// It has no effect on requests that the kernel serves (`engine=kernel`, passthrough).
+    /// vhost-user-blk, fuse, nbd: whether the service times of requests are measured. Absent:
+    /// `sampled`. It has no effect on requests that the kernel serves (`engine=kernel`,
+    /// passthrough).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub latency: Option<LatencyMode>,
     /// vhost-user-net: the address of the guest, for front ends that ask for it. Absent: the front
@@ -373,7 +395,7 @@ pub struct ExportSpec {
     /// fuse: the regular file that is mounted over. A missing file is made, and removed at the end.
     #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "shown_path")]
     pub mountpoint: Option<PathBuf>,
-    /// fuse: whether the file can be written. Absent: false.
+    /// fuse, nbd: whether the disk can be written. Absent: false.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub writable: Option<bool>,
     /// fuse: whether writes beyond the end and truncation change the size. Absent: false.
@@ -388,11 +410,11 @@ pub struct ExportSpec {
     /// fuse: whether the kernel may read and write the image itself. Absent: `auto`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passthrough: Option<Passthrough>,
-    /// vhost-user-blk, fuse: limits of operations and bytes per second. vhost-user-net: of packets
-    /// and bytes per second. They can be changed at run time.
+    /// vhost-user-blk, fuse, nbd: limits of operations and bytes per second. vhost-user-net: of
+    /// packets and bytes per second. They can be changed at run time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsSpec>,
-    /// vhost-user, uplink: whether queues are moved to less busy workers: `off`, `auto` or
+    /// vhost-user, uplink, nbd: whether queues are moved to less busy workers: `off`, `auto` or
     /// `dry-run`. It can be changed at run time. Absent: the setting of the daemon.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub balance: Option<BalanceMode>,
@@ -402,6 +424,38 @@ impl ExportSpec {
     /// Returns the name of the disk or network that it serves.
     pub fn of(&self) -> &str {
         self.net.as_deref().unwrap_or(&self.disk)
+    }
+
+    /// Returns the path of the UNIX socket that the daemon makes for it.
+    pub fn socket_path(&self) -> Option<&Path> {
+        match &self.listen {
+            Some(ListenAddress::Unix(path)) => Some(path),
+            _ => self.socket.as_deref(),
+        }
+    }
+
+    /// Returns where users find it: an address, a path, a descriptor or a tap.
+    pub fn place(&self) -> Option<String> {
+        let path = self.socket.as_ref().or(self.mountpoint.as_ref());
+        let listen = self.listen.as_ref().map(ToString::to_string);
+        let named = listen.or_else(|| path.map(|path| path.display().to_string()));
+        named.or_else(|| self.fd.map(|fd| format!("fd {fd}"))).or_else(|| self.tap.clone())
+    }
+
+    /// Replaces each of its paths by what `f` returns for it.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    pub fn map_paths<E>(&mut self, mut f: impl FnMut(PathBuf) -> Result<PathBuf, E>) -> Result<(), E> {
+        let listen = match &mut self.listen {
+            Some(ListenAddress::Unix(path)) => Some(path),
+            _ => None,
+        };
+        let paths = [&mut self.socket, &mut self.mountpoint, &mut self.tls_certificates];
+        for path in paths.into_iter().flatten().chain(listen) {
+            *path = f(std::mem::take(path))?;
+        }
+        Ok(())
     }
 
     /// Returns who may connect to its socket.
@@ -414,7 +468,7 @@ impl ExportSpec {
         match self.kind {
             ExportKind::VhostUserBlk => self.readonly,
             ExportKind::VhostUserNet | ExportKind::Uplink => false,
-            ExportKind::Fuse => !self.writable.unwrap_or(false),
+            ExportKind::Fuse | ExportKind::Nbd => !self.writable.unwrap_or(false),
         }
     }
 }
@@ -458,7 +512,7 @@ pub struct DiskInfo {
     pub direct_in_use: bool,
     /// How requests reach the disk: `ring`, operations on the io_uring of the worker; `inline`, a
     /// file in memory (tmpfs, hugetlbfs) that the worker copies at once; `memory`, a `ram` disk;
-    /// `none`, a `null` disk.
+    /// `frozen`, those of two other disks; `none`, a `null` disk.
     pub path: String,
     /// The exports that use it.
     pub exports: Vec<String>,
@@ -532,8 +586,8 @@ pub struct QueueInfo {
     /// stops until the guest resets it; or the tap of the device or uplink is missing, and the
     /// export and its network have to be removed and added again.
     pub state: String,
-    /// Descriptors of the ring, as of its last start; 0 before the first. Of a mount: requests that
-    /// can be in flight.
+    /// Descriptors of the ring, as of its last start; 0 before the first. Of a mount or an NBD
+    /// connection: requests that can be in flight.
     pub size: u16,
     /// Whether the ring is a packed virtqueue.
     pub packed: bool,
@@ -559,9 +613,11 @@ pub struct QueueInfo {
     pub read_bytes: u64,
     /// Bytes that the guest wrote.
     pub write_bytes: u64,
-    /// Kicks of the guest that were seen. Of a mount: how often a channel was woken.
+    /// Kicks of the guest that were seen. Of a mount: how often a channel was woken. Of an NBD
+    /// connection: how often something was received.
     pub kicks: u64,
-    /// Notifications sent to the guest. Of a mount: replies.
+    /// Notifications sent to the guest. Of a mount: replies. Of an NBD connection: messages with
+    /// replies.
     pub notifications: u64,
     /// How long the queue waited for its limits, in microseconds. Both directions of a queue pair
     /// add to it.
@@ -573,7 +629,7 @@ pub struct QueueInfo {
     /// vhost-user-net, uplink: frames in each direction.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub net: Option<NetQueueCounters>,
-    /// vhost-user-blk, fuse: service times since the export was added. Absent before the first
+    /// vhost-user-blk, fuse, nbd: service times since the export was added. Absent before the first
     /// start of the queue, with `latency=off` and with `engine=kernel`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service_times: Option<LatencyInfo>,
@@ -601,7 +657,7 @@ pub struct ExportInfo {
     /// With `engine=auto`: why it is not `kernel`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine_reason: Option<String>,
-    /// Whether a front end is connected, or the file is mounted.
+    /// Whether a front end or a client is connected, or the file is mounted.
     pub connected: bool,
     /// Whether the front end that is connected has ended or closed the connection. The export is
     /// free for the next one when the requests in flight have ended.
@@ -610,7 +666,8 @@ pub struct ExportInfo {
     /// Whether it is being removed. Its users are disconnected, and it ends with its last request.
     #[serde(default)]
     pub removing: bool,
-    /// The virtio features, or the flags of FUSE INIT, that were negotiated, by name.
+    /// The virtio features, or the flags of FUSE INIT, that were negotiated, by name. nbd: the
+    /// flags that clients are offered.
     pub features: Vec<String>,
     /// fuse: how it is served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -621,7 +678,7 @@ pub struct ExportInfo {
     /// How its queues follow load. Absent if they do not, and never did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub balancing: Option<BalanceInfo>,
-    /// vhost-user-blk, fuse: service times of all queues together.
+    /// vhost-user-blk, fuse, nbd: service times of all queues together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service_times: Option<LatencyInfo>,
     /// Its queues.

@@ -44,7 +44,7 @@ const SIZE_KEYS: [&str; 11] = [
 ];
 
 /// Keys whose values are paths.
-const PATH_KEYS: [&str; 4] = ["file", "socket", "mountpoint", "netns"];
+const PATH_KEYS: [&str; 5] = ["file", "socket", "mountpoint", "netns", "tls-certificates"];
 
 /// The error for a wrong value of `workers`.
 pub(crate) const WORKERS: &str = "wants default, per-queue, per-cpu, auto or a number";

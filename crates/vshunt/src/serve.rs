@@ -344,11 +344,10 @@ impl Drop for Serving {
 }
 
 fn where_served(export: &vshunt_types::spec::ExportInfo) -> String {
-    let spec = &export.spec;
-    match (spec.socket.as_ref().or(spec.mountpoint.as_ref()), spec.fd) {
-        (Some(path), _) => format!("{} on {}", spec.name, path.display()),
-        (None, Some(fd)) => format!("{} on fd {fd}", spec.name),
-        (None, None) => spec.name.clone(),
+    let name = &export.spec.name;
+    match export.spec.place() {
+        Some(place) => format!("{name} on {place}"),
+        None => name.clone(),
     }
 }
 

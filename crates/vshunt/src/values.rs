@@ -214,6 +214,7 @@ impl Spec for ExportSpec {
     fn default_type(value: &dyn Fn(&str) -> Option<String>) -> Option<String> {
         let of = [
             ("mountpoint", "fuse"),
+            ("listen", "nbd"),
             ("tap", "uplink"),
             ("net", "vhost-user-net"),
             ("disk", "vhost-user-blk"),
@@ -230,6 +231,7 @@ impl Spec for ExportSpec {
             workers,
             socket: path("socket"),
             mountpoint: path("mountpoint"),
+            listen: value("listen").and_then(|text| text.parse().ok()),
             ..Self::default()
         })
     }

@@ -120,7 +120,7 @@ fn by_default_every_thread_is_confined() {
     assert_eq!((&info["mode"], &info["refused"]), (&Value::from("on"), &Value::from(0)));
     assert_eq!(
         info["filtered"],
-        serde_json::json!(["control", "session", "net-session", "mount", "metrics", "remote"])
+        serde_json::json!(["control", "session", "net-session", "mount", "metrics", "remote", "nbd-server"])
     );
     let (_, text, _) = output(vshunt().arg("-c").arg(&daemon.control).arg("status"));
     assert!(text.lines().last().unwrap().starts_with("sandbox: on; "), "{text}");

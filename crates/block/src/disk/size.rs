@@ -62,6 +62,9 @@ impl Disk {
             Backend::Nbd(_) => Err(Error::unsupported(
                 "its server decides on its size: change it there, then remove the disk and add it again",
             )),
+            Backend::Frozen => {
+                Err(Error::unsupported("it shows another disk as it was, and keeps the size of that time"))
+            }
             Backend::Qcow2(_) => Err(Error::unsupported(
                 "a qcow2 disk gets another size while its image is closed, or by the users of a growable mount",
             )),
@@ -96,7 +99,9 @@ impl Disk {
             Backend::Qcow2(image) if self.growable() => {
                 self.clear(end..old).and_then(|()| image.set_size(size_bytes))
             }
-            Backend::Qcow2(_) | Backend::Nbd(_) => Err(io::Error::from_raw_os_error(libc::EPERM)),
+            Backend::Qcow2(_) | Backend::Nbd(_) | Backend::Frozen => {
+                Err(io::Error::from_raw_os_error(libc::EPERM))
+            }
         };
         self.size_bytes.store(if cut.is_ok() { size_bytes } else { old }, Ordering::Release);
         cut
@@ -126,7 +131,7 @@ impl Disk {
             Backend::Raw(raw) => raw.lengthen(size_bytes)?,
             Backend::Gone => return Err(io::Error::from_raw_os_error(libc::EIO)),
             Backend::Qcow2(image) if self.growable() => image.set_size(size_bytes)?,
-            Backend::Qcow2(_) | Backend::Nbd(_) => {
+            Backend::Qcow2(_) | Backend::Nbd(_) | Backend::Frozen => {
                 return Err(io::Error::from_raw_os_error(libc::EPERM));
             }
         }

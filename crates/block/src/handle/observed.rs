@@ -1,6 +1,8 @@
 //! Writes that dirty bitmaps record, that first read for a backup what they replace, or that wait
 //! for their copy by a mirror.
 
+use std::sync::atomic::{Ordering::Release, fence};
+
 use qcow2::Waker;
 use vshunt_engine::{Token, Uring};
 
@@ -119,6 +121,9 @@ impl DiskHandle {
             let range = io.request.offset..io.request.offset + io.request.len;
             match copy.next(range, waker) {
                 Next::Write => {
+                    // The write comes after the marks of its blocks, which other threads may have
+                    // made: see `frozen::see`.
+                    fence(Release);
                     io.state.copy_before_write.as_mut().expect(STARTED).active = false;
                     return self.begin(uring, io, token);
                 }

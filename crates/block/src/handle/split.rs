@@ -55,6 +55,8 @@ impl SplitRequests {
             Backend::Ram(_) => Some(COPY_BYTES),
             Backend::Qcow2(image) => Some(COPY_BYTES.max(image.cluster_bytes())),
             Backend::Raw(raw) => (!raw.direct_in_use()).then_some(COPY_BYTES),
+            // It defers parts by itself, which are requests of the source and the fleecing file.
+            Backend::Frozen => None,
             Backend::Null | Backend::Nbd(_) | Backend::Gone => None,
         };
         Self {

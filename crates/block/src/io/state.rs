@@ -3,6 +3,8 @@
 //! A driver uses its own part only. The parts of drivers that few requests need are boxed, and are
 //! allocated when a slot needs one for the first time.
 
+use std::ops::Range;
+
 use qcow2::{FastPath, FileId, Request as ImageRequest};
 
 use super::Io;
@@ -37,6 +39,8 @@ pub(crate) struct DriverState {
     /// A write under a mirror: only its copy is left to be done, and the next completion with its
     /// token says that the target has it.
     pub(crate) awaits_copy: bool,
+    /// A request of a frozen disk.
+    pub(crate) frozen: Option<Box<FrozenState>>,
     /// A long request that is done in parts.
     pub(crate) split: Option<Box<SplitState>>,
 }
@@ -94,6 +98,24 @@ pub(crate) struct CopyBeforeWriteState {
     /// `inner` or the wait is in flight: a completion with the request's token belongs to it, not
     /// to the write.
     pub(crate) active: bool,
+}
+
+/// A request of a frozen disk, which is done in parts.
+#[derive(Default)]
+pub(crate) struct FrozenState {
+    /// The current part, as a request of the source or of the fleecing file.
+    pub(crate) inner: Io,
+    /// The range of that part on the disk, bytes.
+    pub(crate) part: Range<u64>,
+    /// The part is of the fleecing file.
+    pub(crate) in_fleece: bool,
+    /// Start of the bytes that are not complete, on the disk.
+    pub(crate) at: u64,
+    /// End of the bytes that were read from the source. Between `at` and this, only blocks in the
+    /// fleecing file are missing.
+    pub(crate) from_source: u64,
+    /// The next part begins after the worker has looked at its other queues.
+    pub(crate) deferred: bool,
 }
 
 /// A long request that is done in parts.

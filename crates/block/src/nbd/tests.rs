@@ -17,7 +17,7 @@ use super::table::payload_max;
 use crate::backend::Backend;
 use crate::bounce::AlignedBuf;
 use crate::copy::{Copy, CopyQueue};
-use crate::{Bits, CopyAfterWrite, Disk, Extent, Io, Op};
+use crate::{Bits, CopyAfterWrite, Disk, Extent, Io, Look, Op};
 use vshunt_engine::{QueueSet, Settings as WorkerSettings, Uring, Workers};
 
 const SIZE: usize = 4 << 20;
@@ -326,7 +326,7 @@ fn extents_that_are_longer_than_the_question_are_cut() {
         let mut rig = server.open();
         rig.run(Op::WriteZeroes { unmap: true }, 1 << 20, 4096, false, 0).unwrap();
         for (at, extent) in [(0, Extent::Data), (1 << 20, Extent::Zero)] {
-            rig.run(Op::Seek { own: false }, at, 4096, false, 0).unwrap();
+            rig.run(Op::Seek { look: Look::Disk }, at, 4096, false, 0).unwrap();
             let found = rig.io.request.found.unwrap();
             assert_eq!((found.extent, found.len), (extent, 4096));
         }
@@ -391,7 +391,7 @@ fn data_and_zeroes_are_found() {
         let mut rig = server.open();
         rig.run(Op::WriteZeroes { unmap: true }, 1 << 20, 1 << 20, false, 0).unwrap();
         let mut found = |at: u64| {
-            rig.run(Op::Seek { own: false }, at, SIZE - at as usize, false, 0).unwrap();
+            rig.run(Op::Seek { look: Look::Disk }, at, SIZE - at as usize, false, 0).unwrap();
             let found = rig.io.request.found.unwrap();
             (found.extent, found.len)
         };
@@ -416,7 +416,7 @@ fn what_a_server_may_have_in_a_cache_is_not_called_zero() {
         let mut rig = server.open();
         for i in 0..50u64 {
             rig.run(Op::Write, i * 4096, 4096, i % 5 == 0, 0).unwrap();
-            rig.run(Op::Seek { own: false }, 0, SIZE, false, 0).unwrap();
+            rig.run(Op::Seek { look: Look::Disk }, 0, SIZE, false, 0).unwrap();
             let found = rig.io.request.found.unwrap();
             let asked: Vec<_> = server.asked().iter().map(|a| a.0).collect();
             // With a flush, the whole range counts. Without one, and without a question, it is

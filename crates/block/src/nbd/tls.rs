@@ -12,7 +12,7 @@ use rustls::client::WebPkiServerVerifier;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
 use vshunt_sandbox::ThreadKind;
-use vshunt_tls::Folder;
+use vshunt_tls::{Folder, Side};
 
 use super::port::Reason;
 use super::stream::Stream;
@@ -111,7 +111,7 @@ pub(super) fn carry(tls: ClientConnection, server: Stream) -> io::Result<(UnixSt
     let theirs = reason.clone();
     let thread = (ThreadKind::Remote, "vshunt-nbd-tls".to_owned());
     let ended = move |end: vshunt_tls::End| drop(theirs.set(end.why));
-    let (worker, _) = vshunt_tls::carry(tls, server.into_fd(), thread, ended)?;
+    let (worker, _) = vshunt_tls::carry(tls, server.into_fd(), Side::Client, thread, ended)?;
     Ok((worker, reason))
 }
 

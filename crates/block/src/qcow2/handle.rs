@@ -135,7 +135,7 @@ impl Qcow2Handle {
             Op::Write => qcow2::Op::Write,
             Op::WriteCompressed => qcow2::Op::WriteCompressed,
             Op::Populate => qcow2::Op::Populate,
-            Op::Seek { own } => qcow2::Op::Seek { own },
+            Op::Seek { look } => qcow2::Op::Seek { look },
             Op::Flush => qcow2::Op::Flush,
             Op::Discard => qcow2::Op::Discard,
             Op::WriteZeroes { unmap } => qcow2::Op::Zero { unmap },

@@ -12,7 +12,8 @@ const BYTES: u64 = 32 * CLUSTER;
 impl Rig {
     fn seek(&mut self, own: bool, offset: u64, len: u64) -> (Extent, u64) {
         let (mut io, handle) = (Box::new(Io::default()), &self.handle);
-        io.reset(Op::Seek { own }, offset, false);
+        let look = if own { Look::Image } else { Look::Disk };
+        io.reset(Op::Seek { look }, offset, false);
         io.request.len = len;
         let token = Token { index: 1, generation: 2, slot: 0, op: 3 };
         let mut step = handle.start(&mut self.uring, &mut io, token);

@@ -141,7 +141,8 @@ impl Daemon {
     /// There is no such disk or bitmap, or a job uses it.
     pub fn bitmap_remove(&self, disk: &str, name: &str) -> Result<()> {
         self.change_bitmaps(disk, |entry| {
-            entry.watched.free_bitmap(disk, name)?;
+            // An NBD client that still has it must not take it for complete.
+            entry.watched.free_bitmap(disk, name)?.state().gap = true;
             entry.watched.state().bitmaps.retain(|b| b.name != name);
             Ok(())
         })

@@ -6,6 +6,7 @@ mod commit;
 mod fleece;
 mod mirror;
 mod point;
+mod pull;
 mod rounds;
 mod run;
 mod share;
@@ -89,15 +90,20 @@ impl Daemon {
         jobs.iter().map(|j| j.info()).collect()
     }
 
-    /// Cancels a job, and returns at once. Its target is not usable as a backup.
+    /// Cancels a job, and returns at once. Its target is not usable as a backup. `force`: also if
+    /// exports serve the disk of a pull backup, whose reads fail then.
     ///
     /// # Errors
-    /// There is no such job, or it is about to end.
-    pub fn job_cancel(&self, id: &str) -> Result<()> {
+    /// There is no such job, it is about to end, or exports serve the disk of a pull backup.
+    pub fn job_cancel(&self, id: &str, force: bool) -> Result<()> {
         let job = self.running(id)?;
+        if !force {
+            self.withdraw_frozen(&job)?;
+        }
         self.cancel(&job)
     }
 
+    /// Cancels a job, even if exports serve its disk.
     fn cancel(&self, job: &Job) -> Result<()> {
         let id = &job.id;
         {
@@ -120,13 +126,15 @@ impl Daemon {
         Ok(())
     }
 
-    /// Completes a mirror that is ready. `switch`: its disk continues in the target; if not, the
-    /// target is a copy of the disk as it is now. `hold`: for how long guests may be held for what
-    /// they have written last, 1 ms to [`HOLD_MAX`]; None is [`HOLD`]. A mirror that cannot be
-    /// completed stays ready, and its error says why.
+    /// Completes a job that waits for it: a pull backup, or a mirror that is ready. `switch`: the
+    /// disk of a mirror continues in the target; if not, the target is a copy of the disk as it is
+    /// now. `hold`: for how long guests may be held for what they have written last, 1 ms to
+    /// [`HOLD_MAX`]; None is [`HOLD`]. A mirror that cannot be completed stays ready, and its error
+    /// says why.
     ///
     /// # Errors
-    /// There is no such job, it completes by itself, is not ready, or is ending already.
+    /// There is no such job, it completes by itself, is not ready, is ending already, or exports
+    /// serve the disk of a pull backup.
     pub fn job_complete(&self, id: &str, switch: bool, hold: Option<Duration>) -> Result<()> {
         let job = self.running(id)?;
         match job.kind {
@@ -134,8 +142,12 @@ impl Daemon {
             _ if hold.is_some() => Err(Error::invalid(format!(
                 "job {id} is no mirror, and holds no guests; leave out --hold (hold-ms)"
             ))),
+            JobKind::Backup if job.pull.is_some() && !switch => Err(Error::invalid(format!(
+                "job {id} is a pull backup, which moves no disk; leave out --no-switch (switch false)"
+            ))),
+            JobKind::Backup if job.pull.is_some() => self.pull_complete(&job),
             JobKind::Backup | JobKind::Commit | JobKind::Stream => Err(Error::invalid(format!(
-                "job {id} completes by itself when all is copied; only a mirror is completed by a command"
+                "job {id} completes by itself when all is copied; only a pull backup or a mirror is completed by a command"
             ))),
         }
     }
@@ -213,7 +225,7 @@ impl Daemon {
     pub fn job_cancel_softly(&self, id: &str) -> Result<()> {
         let job = self.running(id)?;
         let ready = job.kind == JobKind::Mirror && job.state().status == JobStatus::Ready;
-        if ready { self.mirror_complete(&job, false, HOLD) } else { self.job_cancel(id) }
+        if ready { self.mirror_complete(&job, false, HOLD) } else { self.job_cancel(id, false) }
     }
 
     /// Pauses a job: it copies only what guests overwrite, until it is resumed.
@@ -228,6 +240,9 @@ impl Daemon {
 
     fn set_paused(&self, id: &str, paused: bool) -> Result<()> {
         let job = self.running(id)?;
+        if job.pull.is_some() {
+            return Err(pull::no_copy(&job));
+        }
         {
             let mut state = job.state();
             if state.status == JobStatus::Ready {
@@ -260,6 +275,9 @@ impl Daemon {
     /// their speed.
     pub fn job_set_speed(&self, id: &str, speed: Option<u64>) -> Result<()> {
         let job = self.running(id)?;
+        if job.pull.is_some() {
+            return Err(pull::no_copy(&job));
+        }
         job.state().speed = speed;
         job.wake();
         Ok(())
@@ -461,7 +479,7 @@ mod tests {
         let job = Arc::new(Job::new("j0", JobKind::Mirror, "d0", "there".to_owned(), JobOptions::default()));
         daemon.state().enter(job.clone()).unwrap();
         let failed = job.decide(Err(Error::invalid("no")));
-        daemon.job_cancel("j0").unwrap();
+        daemon.job_cancel("j0", false).unwrap();
         daemon.conclude(&job, failed);
         assert_eq!((job.info().error.as_deref(), job.info().cancelled), (Some("no"), false));
         daemon.shutdown();

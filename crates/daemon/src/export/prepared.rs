@@ -5,6 +5,7 @@ use std::sync::Arc;
 use vshunt_block::Disk;
 use vshunt_fuse as fuse;
 use vshunt_kernel_engine as kernel_engine;
+use vshunt_nbd_server::{Bitmaps, CONNECTIONS, Credentials, Listening};
 use vshunt_net::Switch;
 use vshunt_tap::{Tap, TapQueue};
 use vshunt_types::error::{Error, Result};
@@ -17,7 +18,8 @@ use crate::net::Net;
 
 /// What an export serves.
 pub(crate) enum Backend {
-    Disk(Arc<Disk>),
+    /// A disk, and its bitmaps.
+    Disk(Arc<Disk>, Bitmaps),
     /// A network, and its limit of queue pairs if there is one.
     Net(Net, Option<u16>),
     /// A tap as an uplink of a switch, and the limit of queue pairs of the tap if there is one.
@@ -31,6 +33,7 @@ pub(crate) enum Prepared {
     Port(PreparedPort),
     Uplink(PreparedUplink),
     Mount(PreparedMount),
+    Nbd(PreparedNbd),
 }
 
 /// A disk behind a socket.
@@ -65,6 +68,14 @@ pub(crate) struct PreparedMount {
     pub(crate) disk: Arc<Disk>,
 }
 
+/// A disk for NBD clients.
+pub(crate) struct PreparedNbd {
+    pub(crate) listening: Listening,
+    pub(crate) tls: Option<Credentials>,
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) bitmaps: Bitmaps,
+}
+
 /// The server of the rings of a disk.
 pub(crate) enum DiskServer {
     /// Workers of this process. `reason`: why the kernel does not serve them, with engine=auto.
@@ -95,13 +106,24 @@ impl Prepared {
         spec.mountpoint = spec.mountpoint.take().map(|path| std::path::absolute(&path).unwrap_or(path));
         let mut readonly = spec.refuses_writes();
         let prepared = match backend {
-            Backend::Disk(disk) => {
+            Backend::Disk(disk, bitmaps) => {
                 check(spec, &disk)?;
                 readonly |= disk.readonly();
                 if spec.kind == ExportKind::Fuse {
                     let queues = spec.queues.unwrap_or_else(online_cpus);
                     let plan = fuse::plan(spec, &disk, MAX_QUEUES, queues)?;
                     Self::Mount(PreparedMount { plan, disk })
+                } else if spec.kind == ExportKind::Nbd {
+                    fill_in_connections(spec);
+                    check_one_place(spec)?;
+                    // As for a mountpoint.
+                    let folder = spec.tls_certificates.take();
+                    spec.tls_certificates =
+                        folder.map(|folder| std::path::absolute(&folder).unwrap_or(folder));
+                    let tls = credentials(spec)?;
+                    let Some(address) = &spec.listen else { unreachable!("checked above") };
+                    let listening = vshunt_nbd_server::listen(address, &spec.socket_access())?;
+                    Self::Nbd(PreparedNbd { listening, tls, disk, bitmaps })
                 } else {
                     let queues = fill_in_virtqueues(spec);
                     let server = disk_server(spec, &disk, queues)?;
@@ -165,6 +187,32 @@ fn fill_in_virtqueues(spec: &mut ExportSpec) -> u16 {
     };
     spec.queues = Some(queues);
     queues
+}
+
+/// Fills in the number of connections of NBD clients. A queue that never starts takes about 1 KiB,
+/// so with `workers=per-queue` it is the workers that are limited, to one for each CPU.
+fn fill_in_connections(spec: &mut ExportSpec) {
+    if spec.queues.is_none() && spec.workers == Spread::PerQueue {
+        spec.workers = Spread::Count(online_cpus().min(CONNECTIONS).into());
+    }
+    spec.queues.get_or_insert(CONNECTIONS);
+}
+
+/// Reads the certificates of an export for NBD clients.
+fn credentials(spec: &ExportSpec) -> Result<Option<Credentials>> {
+    let Some(folder) = &spec.tls_certificates else { return Ok(None) };
+    let read = Credentials::read(folder, spec.tls_verify_peer.unwrap_or(true));
+    read.map(Some).map_err(|why| {
+        Error::invalid(format!("export {}: tls-certificates={} {why}", spec.name, folder.display()))
+    })
+}
+
+/// Checks the certificates of an export, if it has some.
+///
+/// # Errors
+/// [`Invalid`](vshunt_types::error::Kind::Invalid), with the file and the remedy.
+pub fn check_certificates(spec: &ExportSpec) -> Result<()> {
+    credentials(spec).map(drop)
 }
 
 /// Checks the request for this disk. [`Check`](crate::Check) has checked the rest.

@@ -2,6 +2,7 @@
 
 use vshunt_fuse::Fuse;
 use vshunt_fuse::abi;
+use vshunt_nbd_server::NbdServer;
 use vshunt_net::switch::Uplink;
 use vshunt_types::spec::{MountInfo, NetQueueCounters, PortInfo};
 
@@ -21,25 +22,32 @@ pub(crate) enum Frontend {
     VhostUser(VhostUser),
     Fuse(Fuse),
     Uplink(Uplink),
+    Nbd(NbdServer),
 }
 
 impl Frontend {
     pub(crate) fn connected(&self) -> bool {
         match self {
             Self::VhostUser(socket) => socket.connected(),
+            Self::Nbd(server) => server.connected(),
             Self::Fuse(_) | Self::Uplink(_) => true,
         }
     }
 
     /// Returns whether the front end has gone, and its requests have not ended.
     pub(crate) fn leaving(&self) -> bool {
-        matches!(self, Self::VhostUser(socket) if socket.leaving())
+        match self {
+            Self::VhostUser(socket) => socket.leaving(),
+            Self::Nbd(server) => server.leaving(),
+            Self::Fuse(_) | Self::Uplink(_) => false,
+        }
     }
 
     pub(crate) fn config_changed(&self) {
         match self {
             Self::VhostUser(socket) => socket.config_changed(),
-            Self::Fuse(_) | Self::Uplink(_) => {}
+            // A client learns the size when it connects.
+            Self::Fuse(_) | Self::Uplink(_) | Self::Nbd(_) => {}
         }
     }
 
@@ -52,13 +60,14 @@ impl Frontend {
             Self::VhostUser(socket) => socket.feature_names(),
             Self::Fuse(mount) => feature_names(mount.features(), &INIT_NAMES),
             Self::Uplink(_) => Vec::new(),
+            Self::Nbd(server) => server.features(),
         }
     }
 
     pub(crate) fn net_counters(&self, queue: u16) -> Option<NetQueueCounters> {
         match self {
             Self::VhostUser(socket) => socket.net_counters(queue),
-            Self::Fuse(_) => None,
+            Self::Fuse(_) | Self::Nbd(_) => None,
             Self::Uplink(uplink) => uplink.net_counters(queue),
         }
     }
@@ -66,7 +75,7 @@ impl Frontend {
     pub(crate) fn port(&self) -> Option<PortInfo> {
         match self {
             Self::VhostUser(socket) => socket.port(),
-            Self::Fuse(_) => None,
+            Self::Fuse(_) | Self::Nbd(_) => None,
             Self::Uplink(uplink) => Some(uplink.port()),
         }
     }
@@ -90,6 +99,7 @@ impl Frontend {
             Self::VhostUser(socket) => socket.stop(),
             Self::Fuse(mount) => mount.stop(),
             Self::Uplink(uplink) => uplink.stop(),
+            Self::Nbd(server) => server.stop(),
         }
     }
 }

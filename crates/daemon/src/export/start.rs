@@ -7,6 +7,7 @@ use std::time::Duration;
 use vshunt_engine::{FIRST_WORKER, LimitCell, Observer, QueueSet, Settings, WorkerId, Workers};
 use vshunt_fuse::Fuse;
 use vshunt_kernel_engine::{DiskPlan, KernelQueues};
+use vshunt_nbd_server::NbdServer;
 use vshunt_net::Switch;
 use vshunt_net::switch::{MACS_GUEST, MACS_UPLINK, PortGuard, PortOptions, Uplink, VlanConfig};
 use vshunt_tap::MTU_DEFAULT;
@@ -15,8 +16,8 @@ use vshunt_types::spec::{Engine, ExportKind, ExportSpec, Workers as Spread};
 use vshunt_virtqueue::RingServer;
 
 use super::prepared::{
-    DiskServer, NetServer, Prepared, PreparedBlk, PreparedMount, PreparedNet, PreparedPort, PreparedUplink,
-    not_the_kernel,
+    DiskServer, NetServer, Prepared, PreparedBlk, PreparedMount, PreparedNbd, PreparedNet, PreparedPort,
+    PreparedUplink, not_the_kernel,
 };
 use super::queues::ExportQueues;
 use super::served::{Frontend, Served};
@@ -49,6 +50,7 @@ impl Start<'_> {
             Prepared::Port(port) => self.port(port),
             Prepared::Uplink(uplink) => self.uplink(uplink),
             Prepared::Mount(mount) => self.mount(mount),
+            Prepared::Nbd(nbd) => self.nbd(nbd),
         }
     }
 
@@ -143,6 +145,22 @@ impl Start<'_> {
         let (observer, limits) = (self.observer.clone(), self.limits.clone());
         let mount = Fuse::start(self.spec, plan, disk, &set, observer, self.prepare_image, limits)?;
         Ok(Served { frontend: Frontend::Fuse(mount), queues: ExportQueues::User(set), engine_reason: None })
+    }
+
+    /// Starts a disk for NBD clients.
+    fn nbd(&mut self, prepared: PreparedNbd) -> Result<Served> {
+        let PreparedNbd { listening, tls, disk, bitmaps } = prepared;
+        let set = self.measured_queues(self.spec.queues.unwrap_or(1))?;
+        let config = vshunt_nbd_server::Config {
+            name: self.spec.name.clone(),
+            disk,
+            readonly: self.spec.refuses_writes(),
+            limits: self.limits.clone(),
+            bitmaps,
+            tls,
+        };
+        let server = NbdServer::start(config, listening, set.clone(), self.observer.clone())?;
+        Ok(Served { frontend: Frontend::Nbd(server), queues: ExportQueues::User(set), engine_reason: None })
     }
 
     /// Makes queues on their first workers. With `control`, there is one more queue for a control

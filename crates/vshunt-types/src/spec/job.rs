@@ -53,6 +53,11 @@ pub struct BackupSpec {
     /// The disk of the daemon that is copied to. It has the same size and no export.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<String>,
+    /// The name of a new read-only disk, which shows `disk` as it is at the point in time until the
+    /// job is completed or cancelled. Nothing is copied. Exclusive with `to` and `target`; needs
+    /// `fleece`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pull: Option<String>,
     /// The format of the file: `qcow2` or `raw`. Absent: `qcow2`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
@@ -67,7 +72,7 @@ pub struct BackupSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bitmap: Option<String>,
     /// The dirty bitmap that says which blocks are copied. It is reset at the point in time of the
-    /// backup.
+    /// backup. With `pull`, the new disk has this bitmap, with the blocks that are to be copied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub incremental: Option<String>,
     /// With `incremental`: the qcow2 image of the previous backup, which becomes the backing file.
@@ -189,6 +194,9 @@ pub struct JobInfo {
     /// The fleecing file, which has no name while the job runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fleece: Option<PathBuf>,
+    /// The disk that a pull backup serves.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pull: Option<String>,
     /// Bytes in the fleecing file now. Absent if there is none, or the job is over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fleece_bytes: Option<u64>,

@@ -193,6 +193,7 @@ fn spec(args: BackupArgs) -> Outcome<BackupSpec> {
         job: args.flags.job,
         to: absolute(args.to)?,
         target: args.target,
+        pull: args.pull,
         format: format.or(args.format),
         overwrite: args.overwrite,
         compress: args.compress,
@@ -209,8 +210,11 @@ pub(crate) fn job(client: &mut Client, command: JobCommand, quiet: bool) -> Outc
         JobCommand::Wait { jobs } => jobs
             .iter()
             .try_for_each(|id| may_move(client, id, quiet, |client| wait_for(client, id, None, quiet))),
-        JobCommand::Cancel { job } => {
-            send(client, "job-cancel", json!({ "id": job }))?;
+        JobCommand::Cancel { job, force } => {
+            match force {
+                false => send(client, "job-cancel", json!({ "id": job }))?,
+                true => send(client, "block-job-cancel", json!({ "device": job, "force": true }))?,
+            };
             // The job has ended when this returns, so its target can be used again.
             while jobs(client)?.iter().any(|j| j.id == job && j.status != JobStatus::Concluded) {
                 std::thread::sleep(JOB_QUERY_INTERVAL);

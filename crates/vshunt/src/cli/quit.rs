@@ -39,24 +39,33 @@ pub(super) fn run(mut client: Client, force: bool) -> Outcome {
 
 /// The exports that are in use.
 struct Users {
-    /// With a front end.
+    /// With a front end or clients.
     connected: Vec<String>,
+    /// What is connected to them: to one, to several.
+    by: [&'static str; 2],
     /// A mounted file that is open, and its path.
     open: Option<(String, String)>,
 }
 
 impl Users {
     fn of(exports: &[ExportInfo]) -> Self {
-        let of_vmm = |e: &&ExportInfo| {
-            e.connected
-                && !e.leaving
-                && !e.removing
-                && matches!(e.spec.kind, ExportKind::VhostUserBlk | ExportKind::VhostUserNet)
+        let in_use = |e: &&ExportInfo| e.connected && !e.leaving && !e.removing;
+        let of = |kinds: &[ExportKind]| -> Vec<String> {
+            let of_kinds = exports.iter().filter(in_use).filter(|e| kinds.contains(&e.spec.kind));
+            of_kinds.map(|e| e.spec.name.clone()).collect()
+        };
+        let of_vmm = of(&[ExportKind::VhostUserBlk, ExportKind::VhostUserNet]);
+        let of_client = of(&[ExportKind::Nbd]);
+        let by = match (of_vmm.is_empty(), of_client.is_empty()) {
+            (_, true) => ["a front end (VMM)", "front ends (VMMs)"],
+            (true, false) => ["NBD clients"; 2],
+            (false, false) => ["front ends (VMMs) and NBD clients"; 2],
         };
         let open = exports.iter().find(|e| e.mount.as_ref().is_some_and(|m| m.open_files > 0));
         let path = |e: &ExportInfo| e.spec.mountpoint.as_ref().map(|p| p.display().to_string());
         Self {
-            connected: exports.iter().filter(of_vmm).map(|e| e.spec.name.clone()).collect(),
+            connected: [of_vmm, of_client].concat(),
+            by,
             open: open.map(|e| (e.spec.name.clone(), path(e).unwrap_or_default())),
         }
     }
@@ -69,15 +78,11 @@ impl Users {
                  close it first, or give --force and they lose it"
             ));
         }
+        let [by, by_all] = self.by;
         let which = match self.connected.as_slice() {
             [] => return None,
-            [name] => format!("export {name} has a front end (VMM) connected, which would lose it"),
-            names => {
-                format!(
-                    "exports {} have front ends (VMMs) connected, which would lose them",
-                    names.join(", ")
-                )
-            }
+            [name] => format!("export {name} has {by} connected, which would lose it"),
+            names => format!("exports {} have {by_all} connected, which would lose them", names.join(", ")),
         };
         Some(format!(
             "{which}; end them first, or give --force: with reconnect a guest waits for the next daemon"
@@ -110,8 +115,13 @@ mod tests {
         let [blk, net] =
             [export("vm0", "vhost-user-blk", none.clone()), export("nic0", "vhost-user-net", none)];
         let one = Users::of(&[&idle[..], std::slice::from_ref(&blk)].concat()).refusal().unwrap();
-        assert!(one.starts_with("export vm0 has a front end") && one.contains("--force"), "{one}");
-        let two = Users::of(&[blk, net]).refusal().unwrap();
+        assert!(one.starts_with("export vm0 has a front end (VMM)") && one.contains("--force"), "{one}");
+        let two = Users::of(&[blk.clone(), net]).refusal().unwrap();
         assert!(two.starts_with("exports vm0, nic0 have front ends"), "{two}");
+        let nbd = export("n", "nbd", json!({}));
+        let three = Users::of(std::slice::from_ref(&nbd)).refusal().unwrap();
+        assert!(three.starts_with("export n has NBD clients connected"), "{three}");
+        let four = Users::of(&[nbd, blk]).refusal().unwrap();
+        assert!(four.starts_with("exports vm0, n have front ends (VMMs) and NBD clients"), "{four}");
     }
 }

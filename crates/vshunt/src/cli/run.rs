@@ -180,12 +180,12 @@ fn export(client: &mut Client, command: ExportCommand, quiet: bool) -> Outcome {
             let made = default_socket(&export)?;
             export.socket = export.socket.or(made.clone());
             check_one_place(&export).map_err(|e| Failure::Usage(e.to_string()))?;
-            let (socket, mountpoint) = (export.socket.clone(), export.mountpoint.clone());
-            let (socket, mountpoint) = (absolute(socket)?, absolute(mountpoint)?);
-            let export = ExportSpec { socket, mountpoint, ..*export };
+            export.map_paths(|path| absolute(Some(path)).map(Option::unwrap_or_default))?;
             let value = to_value(&export)?;
-            let places = [&export.socket, &export.mountpoint].into_iter().flatten();
-            let wanted = places.flat_map(|path| Wanted::folder_of(path)).collect();
+            let places = [export.socket_path(), export.mountpoint.as_deref()].into_iter().flatten();
+            let certificates = export.tls_certificates.iter();
+            let certificates = certificates.flat_map(|folder| Wanted::file(folder, false));
+            let wanted = places.flat_map(Wanted::folder_of).chain(certificates).collect();
             passing::with(client, |_| Ok(wanted), &[], |client| send(client, "export-add", value))?;
             // The path is the answer of the command; a script may need it.
             made.map_or(Ok(()), |socket| print(&format!("{}\n", socket.display())))
@@ -193,7 +193,7 @@ fn export(client: &mut Client, command: ExportCommand, quiet: bool) -> Outcome {
         ExportCommand::Remove { name, force } => {
             let told: Value = call(client, "export-remove", json!({ "name": name, "force": force }))?;
             if told["disconnected"] == true {
-                print_line(&format!("{name} is removed; its front end was disconnected"))?;
+                print_line(&format!("{name} is removed; its clients were disconnected"))?;
             }
             let number = |key: &str| told[key].as_u64().unwrap_or_default();
             let bytes = number("read-bytes").saturating_add(number("write-bytes"));

@@ -96,8 +96,7 @@ fn is_same(file: &Path, disk: &DiskInfo) -> bool {
 fn at(disk: &DiskInfo, running: &Running) -> String {
     let name = &disk.spec.name;
     let of_disk = running.exports.iter().filter(|export| export.spec.disk == *name);
-    let places = of_disk.filter_map(|e| e.spec.socket.as_ref().or(e.spec.mountpoint.as_ref()));
-    let places: Vec<String> = places.map(|path| path.display().to_string()).collect();
+    let places: Vec<String> = of_disk.filter_map(|export| export.spec.place()).collect();
     match places.is_empty() {
         true => format!(" as disk {name}, without an export: vshunt export add disk={name}"),
         false => format!(" as disk {name} on {}", places.join(", ")),

@@ -74,6 +74,7 @@ pub(crate) fn disks(disks: &[DiskInfo]) -> String {
                 Format::Null => "null",
                 Format::Ram => "ram",
                 Format::Nbd => "nbd",
+                Format::Frozen => "frozen",
             };
             [
                 d.spec.name.clone(),
@@ -186,13 +187,9 @@ pub(crate) fn exports(exports: &[ExportInfo]) -> String {
                 ExportKind::VhostUserNet => "vhost-user-net",
                 ExportKind::Fuse => "fuse",
                 ExportKind::Uplink => "uplink",
+                ExportKind::Nbd => "nbd",
             };
-            let at = match (&e.spec.socket, &e.spec.mountpoint, e.spec.fd, &e.spec.tap) {
-                (Some(path), ..) | (_, Some(path), ..) => path.display().to_string(),
-                (.., Some(fd), _) => format!("fd {fd}"),
-                (.., Some(tap)) => tap.clone(),
-                (None, None, None, None) => "-".to_owned(),
-            };
+            let at = e.spec.place().unwrap_or_else(|| "-".to_owned());
             let state = match (e.connected, e.spec.kind) {
                 _ if e.removing => "removing",
                 (_, ExportKind::Fuse) => "mounted",
@@ -369,7 +366,10 @@ pub(crate) fn jobs(jobs: &[JobInfo]) -> String {
                 JobStatus::Concluded if j.error.is_some() => "failed",
                 JobStatus::Concluded => "done",
             };
+            // A pull backup copies nothing by itself.
+            let copied = |bytes| if j.pull.is_some() { or_dash(String::new()) } else { size(bytes) };
             let speed = match j.speed {
+                _ if j.pull.is_some() => or_dash(String::new()),
                 None => "shared".to_owned(),
                 Some(0) => "max".to_owned(),
                 Some(n) => format!("{}/s", size(n)),
@@ -379,8 +379,8 @@ pub(crate) fn jobs(jobs: &[JobInfo]) -> String {
                 kind.to_owned(),
                 j.disk.clone(),
                 status.to_owned(),
-                size(j.done_bytes),
-                size(j.total_bytes),
+                copied(j.done_bytes),
+                copied(j.total_bytes),
                 speed,
                 match (&j.fleece, j.fleece_bytes) {
                     (Some(file), Some(n)) => format!("{}, {} in {}", j.target, size(n), file.display()),

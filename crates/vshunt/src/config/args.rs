@@ -118,12 +118,12 @@ Keys of --export, all types:
                     auto: one at first, and as many as pay (not for mounts)
   poll-us           limit of adaptive polling of these workers
 
-Keys of --export with type=vhost-user-blk, vhost-user-net or uplink:
+Keys of --export with type=vhost-user-blk, vhost-user-net, uplink or nbd:
   balance           auto: queues move to less busy workers; dry-run: what auto
                     would do is reported; off. Default: that of the daemon.
                     See `vshunt balance --help`
 
-Keys of --export with type=vhost-user-blk or fuse:
+Keys of --export with type=vhost-user-blk, fuse or nbd:
   limits.iops, .iops-read, .iops-write, .bps, .bps-read, .bps-write
                     operations or bytes per second, all queues together
   limits.burst-iops=N:TIME and so on
@@ -199,6 +199,22 @@ Keys of --export with type=fuse:
                     where it can; off
   latency           as of vhost-user-blk
 
+Keys of --export with type=nbd:
+  disk              name of the disk
+  listen            unix:PATH, ADDRESS:PORT, or PORT of 127.0.0.1. Without TLS,
+                    every client that reaches a TCP port may use the disk
+  tls-certificates  TLS, which clients then have to use: a folder with
+                    server-cert.pem, server-key.pem, ca-cert.pem, and ca-crl.pem
+                    if certificates were revoked
+  tls-verify-peer   on (default): clients need a certificate that the authority
+                    in ca-cert.pem has signed; off: they need none
+  owner, group, mode
+                    of a UNIX socket, as of vhost-user-blk
+  queues            connections at a time, 1 to 256; each client has one or
+                    more. Default: 16
+  writable          on: clients may write. Default: off
+  latency           as of vhost-user-blk
+
 Keys of --worker:
   name              in lists
   cpu               as for taskset: 2-3,,6; or all
@@ -253,6 +269,8 @@ Examples:
       --export type=uplink,name=u0,net=s0,tap=n0,queues=2 \\
       --export type=vhost-user-net,name=nic0,net=s0,socket=/tmp/nic0.sock
   vshunt serve --config /etc/vshunt/vm.toml --pidfile /run/vm.pid --metrics 9150
+  vshunt serve --disk name=d0,file=disk.img \\
+      --export type=nbd,name=n0,disk=d0,listen=unix:/tmp/n0.nbd,writable=on
   vshunt serve --disk name=m,format=ram,size=1G --no-control \\
       --worker name=fast,cpu=2-3,nice=-5 \\
       --export type=vhost-user-blk,name=vm0,disk=m,socket=/tmp/vm0.sock";

@@ -160,7 +160,7 @@ fn same_paths(setup: &Setup, wrong: &mut Told) {
         users.insert(whole(path), "the socket for metrics".to_owned());
     }
     for (item, export) in setup.exports.iter().enumerate() {
-        let Some(path) = export.socket.as_ref().or(export.mountpoint.as_ref()) else { continue };
+        let Some(path) = export.socket_path().or(export.mountpoint.as_deref()) else { continue };
         let name = format!("export {}", export.name);
         if let Some(other) = users.get(&whole(path)) {
             let at = || setup.places.shown(&setup.places.exports, item);
@@ -263,10 +263,12 @@ fn warnings(setup: &Setup) -> Vec<String> {
     }
     for (item, export) in setup.exports.iter().enumerate() {
         let at = places.shown(&places.exports, item) + "export " + &export.name;
-        let path = export.socket.as_ref().or(export.mountpoint.as_ref());
-        found.extend(path.and_then(|path| no_folder(path)).map(|why| format!("{at}: {why}")));
+        let path = export.socket_path().or(export.mountpoint.as_deref());
+        found.extend(path.and_then(no_folder).map(|why| format!("{at}: {why}")));
         let ids = ids(export.owner.as_deref(), export.group.as_deref());
         found.extend(ids.map(|why| format!("{at}: {why}")));
+        let certificates = vshunt_daemon::check_certificates(export).err();
+        found.extend(certificates.map(|e| format!("{}{e}", places.shown(&places.exports, item))));
     }
     let file = places.file.display();
     let own = own_control(setup);

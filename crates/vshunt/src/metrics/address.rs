@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use std::str::FromStr;
 use rustix::net::{SocketAddrUnix, getsockname, sockopt};
 use serde::Deserialize;
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::SocketAccess;
+use vshunt_types::spec::{ListenAddress, SocketAccess};
 use vshunt_vhost_user::socket_file::{self, SocketFile, Words};
 
 const WORDS: Words = Words {
@@ -33,26 +33,10 @@ impl FromStr for Address {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if let Some(path) = text.strip_prefix("unix:") {
-            return match path {
-                "" => Err("`unix:` names no path; write unix:PATH".into()),
-                path => Ok(Self::Unix(path.into())),
-            };
+        match ListenAddress::read(text, 9150, "127.0.0.1:9150 or unix:PATH")? {
+            ListenAddress::Tcp(address) => Ok(Self::Tcp(address)),
+            ListenAddress::Unix(path) => Ok(Self::Unix(path)),
         }
-        let loopback = |port: &str| Some(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port.parse().ok()?));
-        let port = text.strip_prefix("localhost:").unwrap_or(text);
-        if let Some(address) = loopback(port).or_else(|| text.parse().ok()) {
-            return Ok(Self::Tcp(address));
-        }
-        Err(match (text.strip_prefix(':').and_then(loopback), text.parse::<IpAddr>()) {
-            (Some(local), _) => format!(
-                "`{text}` names no address; write {local}, or 0.0.0.0{text} for all clients that reach this machine"
-            ),
-            (None, Ok(ip)) => format!("`{text}` names no port; write {}", SocketAddr::new(ip, 9150)),
-            (None, Err(_)) => {
-                format!("`{text}` is no address; write for example 127.0.0.1:9150 or unix:PATH")
-            }
-        })
     }
 }
 

@@ -36,6 +36,7 @@ fn name_and_data(event: &Event) -> (&'static str, Value) {
         Event::JobReady(job) => ("BLOCK_JOB_READY", with_error(job)),
         Event::JobPending(job) => ("BLOCK_JOB_PENDING", json!({ "type": job.kind, "id": job.id })),
         Event::JobEnded(job) => job_ended(job),
+        Event::DiskLost { name, reason } => ("DISK_LOST", json!({ "name": name, "reason": reason })),
         Event::DiskResized { name, size_bytes } => {
             ("DISK_RESIZED", json!({ "name": name, "size-bytes": size_bytes }))
         }
@@ -125,6 +126,12 @@ pub(crate) const EVENTS: &[Described] = &[
         "A mirror has copied all, and can be completed (QEMU). With `error`: it was not completed, for this reason, and stays \
          ready.",
     ),
+    described(
+        "DISK_LOST",
+        &["name", "reason"],
+        "A disk cannot be used any more: it showed another one for a backup, and that has failed. `reason`: a text. See \
+         [pull backups](../backup.md#pull-backups).",
+    ),
     described("DISK_RESIZED", &["name", "size-bytes"], "A disk has a new size."),
     described(
         "EXPORT_CONNECTED",
@@ -209,6 +216,7 @@ mod tests {
             Event::JobReady(serde_json::from_value(info(false, "x")).unwrap()),
             job(true, "x").unwrap(),
             job(false, "x").unwrap(),
+            Event::DiskLost { name: name(), reason: name() },
             Event::DiskResized { name: name(), size_bytes: 1 },
         ];
         let mut seen: Vec<_> = events

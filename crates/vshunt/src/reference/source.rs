@@ -103,7 +103,7 @@ impl Source {
                 (format!("list of {}s", kind.replace(" or", "s or")), words)
             }
             "String" | "PathBuf" | "Mac" | "SocketMode" | "QueueNames" | "Vlans" | "Mode" | "Address"
-            | "Burst"
+            | "ListenAddress" | "Burst"
                 if self.is_text(&name, prefix) =>
             {
                 plain("string")

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use vshunt_sandbox::{Access, CapabilitySet, Rule, SandboxConfig};
-use vshunt_types::spec::{ExportKind, Format, NetKind};
+use vshunt_types::spec::{ExportKind, Format, ListenAddress, NetKind};
 
 use crate::config::{Control, Setup, control_path};
 use crate::image;
@@ -60,6 +60,11 @@ fn capabilities(setup: &Setup, control: bool, mounts: bool) -> CapabilitySet {
     if control || mounts || taps {
         needed |= CapabilitySet::SYS_ADMIN;
     }
+    // Exports start to listen when the sandbox exists.
+    let is_low = |listen: &ListenAddress| matches!(listen, ListenAddress::Tcp(at) if at.port() < 1024);
+    if control || setup.exports.iter().filter_map(|e| e.listen.as_ref()).any(is_low) {
+        needed |= CapabilitySet::NET_BIND_SERVICE;
+    }
     needed
 }
 
@@ -92,12 +97,15 @@ fn paths(setup: &Setup) -> Vec<Rule> {
         Some(Address::Unix(path)) => Some(path.clone()),
         _ => None,
     };
-    let sockets = setup.exports.iter().filter_map(|e| e.socket.clone());
+    let sockets = setup.exports.iter().filter_map(|e| e.socket_path().map(Path::to_owned));
     for socket in sockets.chain(control).chain(metrics) {
         folder_of(&socket).into_iter().for_each(|folder| add(folder, Access::Sockets));
     }
     for mountpoint in setup.exports.iter().filter_map(|e| e.mountpoint.as_deref()) {
         folder_of(mountpoint).into_iter().for_each(|folder| add(folder, Access::Mounts));
+    }
+    for folder in setup.exports.iter().filter_map(|e| e.tls_certificates.as_deref()) {
+        add(folder.to_owned(), Access::Read);
     }
     for net in &setup.nets {
         net.netns
@@ -151,7 +159,8 @@ mod tests {
             ..Setup::default()
         };
         let alone = plan(&setup, false);
-        assert!(!alone.capabilities.intersects(CapabilitySet::SYS_ADMIN | CapabilitySet::NET_ADMIN));
+        let client = CapabilitySet::SYS_ADMIN | CapabilitySet::NET_ADMIN | CapabilitySet::NET_BIND_SERVICE;
+        assert!(!alone.capabilities.intersects(client));
         let paths = alone.paths;
         for (path, access) in
             [("/images", Access::Write), ("/run/v", Access::Sockets), ("/mnt/v", Access::Mounts)]
@@ -161,7 +170,17 @@ mod tests {
         assert!(!paths.iter().any(|rule| rule.path == Path::new("/run/pid")), "{paths:?}");
         assert!(!paths.iter().any(|rule| rule.path == Path::new("/")));
         let asked = plan(&setup, true);
-        assert!(asked.capabilities.contains(CapabilitySet::SYS_ADMIN | CapabilitySet::NET_ADMIN));
+        assert!(asked.capabilities.contains(client));
         assert_eq!(asked.paths, paths);
+    }
+
+    #[test]
+    fn an_export_may_listen_on_a_port_below_1024() {
+        for (listen, needs) in [("1023", true), ("1024", false), ("unix:/run/v/a", false)] {
+            let export = ExportSpec { listen: Some(listen.parse().unwrap()), ..ExportSpec::default() };
+            let setup = Setup { control: Control::Off, exports: vec![export], ..Setup::default() };
+            let kept = plan(&setup, false).capabilities.contains(CapabilitySet::NET_BIND_SERVICE);
+            assert_eq!(kept, needs, "{listen}");
+        }
     }
 }

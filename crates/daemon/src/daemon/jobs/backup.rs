@@ -4,15 +4,17 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
 use vshunt_block::copy::Copy;
-use vshunt_block::{CopyBeforeWrite, Disk};
+use vshunt_block::{Bitmap, CopyBeforeWrite, Disk};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{BackupSpec, Format, JobKind};
 
 use super::fleece;
 use super::point::{Point, StartedBitmap, check_complete, release_source, restore_bitmap, start_bitmap};
+use super::pull::{Pull, frozen_disk};
 use super::rounds::sync;
 use super::run::{CopyPlan, JobBody};
 use super::target::{Target, Wanted};
+use crate::check::check_name;
 use crate::daemon::Daemon;
 use crate::disk_entry::DiskEntry;
 use crate::job::{Job, JobOptions};
@@ -24,7 +26,17 @@ pub(super) struct Prepared {
     pub(super) entry: Arc<DiskEntry>,
     pub(super) point: Point,
     pub(super) thread: Sender<JobBody>,
-    pub(super) target: Target,
+    pub(super) to: To,
+}
+
+/// Where a backup goes to.
+pub(super) enum To {
+    Copy {
+        target: Box<Target>,
+        fleece: Option<Arc<Disk>>,
+    },
+    /// The frozen disk, and the fleecing file.
+    Pull(Arc<DiskEntry>, Arc<Disk>),
 }
 
 impl Daemon {
@@ -43,37 +55,62 @@ impl Daemon {
         }
         let id = self.job_name(spec.job.as_deref(), "backup")?;
         let size = entry.disk.size_bytes();
+        if let Some(name) = &spec.pull {
+            self.state().check_unnamed(name)?;
+        }
         let fleece = spec.fleece.as_deref().map(|path| fleece::open(path, size, &id)).transpose()?;
         let options = JobOptions { speed: spec.speed, auto_finalize: spec.auto_finalize, auto_dismiss };
         let mut job = Job::new(&id, JobKind::Backup, &spec.disk, wanted(spec).shown(), options);
         job.fleece.clone_from(&spec.fleece);
+        job.pull.clone_from(&spec.pull);
         let job = Arc::new(job);
-        let target = self.open_target(&wanted(spec), &id, entry)?;
+        let to = match (&spec.pull, fleece) {
+            (Some(name), Some(fleece)) => (None, Some(name), Some(fleece)),
+            (_, fleece) => (Some(self.open_target(&wanted(spec), &id, entry)?), None, fleece),
+        };
         let ready = self.job_thread(&id).and_then(|thread| {
-            let point = Point::new(spec, entry, fleece.as_ref())?;
+            let point = Point::new(spec, entry, to.2.as_ref())?;
             self.state().enter(job.clone())?;
             Ok((thread, point))
         });
         let (thread, point) = match ready {
             Ok(ready) => ready,
             Err(e) => {
-                target.give_up();
+                if let Some(target) = to.0 {
+                    target.give_up();
+                }
                 return Err(e);
             }
         };
-        Ok(Prepared { spec: spec.clone(), job, entry: entry.clone(), point, thread, target })
+        let to = match to {
+            (Some(target), _, fleece) => To::Copy { target: Box::new(target), fleece },
+            (None, name, fleece) => {
+                let (name, fleece) = name.zip(fleece).expect("a pull backup has both");
+                To::Pull(frozen_disk(name, entry, &job, &point.work, &fleece), fleece)
+            }
+        };
+        Ok(Prepared { spec: spec.clone(), job, entry: entry.clone(), point, thread, to })
     }
 
     /// Withdraws a backup that was not frozen.
     pub(super) fn withdraw_backup(&self, prepared: Prepared) {
         self.withdraw(&prepared.job.id);
-        prepared.target.give_up();
+        if let To::Copy { target, .. } = prepared.to {
+            target.give_up();
+        }
     }
 
     /// Starts the job of a backup that is frozen.
     pub(super) fn launch_backup(&self, prepared: Prepared, started: Option<StartedBitmap>) {
-        let Prepared { spec, job, entry, point, thread, target } = prepared;
-        let fleece = point.fleece;
+        let Prepared { spec, job, entry, point, thread, to } = prepared;
+        let (target, fleece) = match to {
+            To::Pull(frozen, fleece) => {
+                job.state().begun = true;
+                let pull = Pull { source: entry, frozen, work: point.work, started, fleece };
+                return self.launch(thread, job, move |daemon, job| pull.run(daemon, job));
+            }
+            To::Copy { target, fleece } => (*target, fleece),
+        };
         let (source, to, work) = (entry.disk.clone(), target.disk.clone(), point.work.clone());
         let (compress, fresh, fleece_for_copy) = (spec.compress, target.fresh, fleece.clone());
         let plan = CopyPlan {
@@ -96,6 +133,14 @@ impl Daemon {
 }
 
 impl Prepared {
+    /// Returns the disk of a pull backup.
+    pub(super) fn frozen(&self) -> Option<Arc<DiskEntry>> {
+        match &self.to {
+            To::Pull(frozen, _) => Some(frozen.clone()),
+            To::Copy { .. } => None,
+        }
+    }
+
     /// Freezes the point in time. No write is in flight, so the observers of writes can be changed.
     ///
     /// # Errors
@@ -105,17 +150,26 @@ impl Prepared {
         let (work, size) = (&point.work, entry.disk.size_bytes());
         let started = start_bitmap(entry, spec.bitmap.as_deref(), spec.incremental.as_deref(), &job.id)?;
         entry.disk.set_fleece(point.fleece.clone());
-        match started.as_ref().filter(|_| spec.incremental.is_some()) {
+        // The frozen disk of a pull backup shows all blocks.
+        match started.as_ref().filter(|_| spec.incremental.is_some() && spec.pull.is_none()) {
             Some(StartedBitmap { old: Some(old), .. }) => work.todo().add(old),
             _ => work.todo().set(work.todo().all()),
         }
         // Later writes remove blocks from it.
-        job.state().total = (work.todo().count() * work.todo().granularity()).min(size);
+        if spec.pull.is_none() {
+            job.state().total = (work.todo().count() * work.todo().granularity()).min(size);
+        }
         let mut state = entry.watched.state();
-        state.job = Some(job.id.clone());
+        (state.job, state.is_pull) = (Some(job.id.clone()), spec.pull.is_some());
         state.before = Some(work.clone());
         drop(state);
         entry.watch();
+        if let (To::Pull(frozen, _), Some(bitmap)) = (&self.to, &spec.incremental)
+            && let Some(StartedBitmap { old: Some(old), .. }) = &started
+        {
+            let bitmap = Bitmap::frozen(bitmap, old.clone(), &job.id);
+            frozen.watched.state().bitmaps.push(Arc::new(bitmap));
+        }
         Ok(started)
     }
 
@@ -170,11 +224,11 @@ impl Cleanup {
     }
 }
 
-/// Returns the target that a backup asks for.
+/// Returns the target that a backup asks for. Of a pull backup it is the disk that is made.
 fn wanted(spec: &BackupSpec) -> Wanted<'_> {
     Wanted {
         to: spec.to.as_deref(),
-        disk: spec.target.as_deref(),
+        disk: spec.target.as_deref().or(spec.pull.as_deref()),
         format: spec.format,
         overwrite: spec.overwrite,
         backing: spec.backing.as_deref(),
@@ -185,6 +239,10 @@ fn wanted(spec: &BackupSpec) -> Wanted<'_> {
 /// Checks the request itself.
 fn check(spec: &BackupSpec) -> Result<()> {
     let wrong = |why: &str| Err(Error::invalid(format!("backup of disk {}: {why}", spec.disk)));
+    if let Some(name) = &spec.pull {
+        check_name("disk", name)?;
+        return check_pull(spec).map_or(Ok(()), wrong);
+    }
     let wanted = wanted(spec);
     wanted.check(&format!("backup of disk {}", spec.disk))?;
     let qcow2 = wanted.format() == Format::Qcow2;
@@ -204,4 +262,22 @@ fn check(spec: &BackupSpec) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// Checks the request for a pull backup.
+fn check_pull(spec: &BackupSpec) -> Option<&'static str> {
+    let of_copies =
+        spec.to.is_some() || spec.target.is_some() || spec.format.is_some() || spec.backing.is_some();
+    if of_copies || spec.overwrite || spec.compress || spec.speed.is_some() || spec.auto_finalize.is_some() {
+        return Some(
+            "pull copies nothing: leave out to, target, format, backing, overwrite, compress, speed and auto-finalize",
+        );
+    }
+    match (&spec.fleece, &spec.bitmap, &spec.incremental) {
+        (None, ..) => Some("pull needs a fleecing file, which keeps what guests overwrite: add fleece"),
+        (_, Some(_), Some(_)) => {
+            Some("an incremental backup restarts its bitmap by itself; leave out bitmap")
+        }
+        _ => None,
+    }
 }

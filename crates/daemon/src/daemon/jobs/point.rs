@@ -1,14 +1,17 @@
 //! The point in time of a backup, and the dirty bitmaps that jobs restart.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use vshunt_block::{Bitmap, Bits, CopyBeforeWrite, Disk};
+use vshunt_engine::DRAIN_LIMIT;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::BackupSpec;
 
 use crate::daemon::Daemon;
-use crate::daemon::bitmaps::{at_rest, check_new, persistent};
+use crate::daemon::bitmaps::{check_new, persistent};
 use crate::disk_entry::DiskEntry;
+use crate::drained::drained_until;
 
 /// log2 of the size of a block. Blocks are small, so that a small write causes a small copy. Large
 /// disks have larger blocks.
@@ -64,10 +67,12 @@ pub(super) fn release_source(
     entry.watched.release();
     entry.disk.set_fleece(None);
     let exports = daemon.state().exports_of(entry).unwrap_or_default();
-    let writer = exports.iter().find(|e| !e.readonly);
-    if let Err(e) = at_rest(writer, || entry.watch()) {
-        // Nothing is left to be copied, according to the map of the job. It still costs each write
-        // a check.
+    // Also queues of read-only exports have the fleecing file open.
+    let exports: Vec<_> = exports.into_iter().filter(|e| !e.is_kernel()).collect();
+    if let Err(e) = drained_until(&exports, Instant::now() + DRAIN_LIMIT, &mut || entry.watch()) {
+        // The queues that are there keep their observers: each of their writes still costs a
+        // check. Others do not get any.
+        entry.watch();
         tracing::warn!("{e}");
     }
 }

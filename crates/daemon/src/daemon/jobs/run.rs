@@ -93,7 +93,7 @@ pub(super) fn cancelled() -> Error {
 }
 
 /// Returns the error of a job whose fleecing file cannot be written or read.
-fn fleece_failed(job: &Job, e: std::io::Error) -> Error {
+pub(super) fn fleece_failed(job: &Job, e: std::io::Error) -> Error {
     let file = job.fleece.as_deref().unwrap_or(Path::new("")).display();
     match e.raw_os_error() {
         Some(libc::ENOSPC | libc::EDQUOT) => Error::limit(format!(

@@ -3,7 +3,7 @@
 //! All is prepared first. Then the writing exports of all these disks are drained, and each action
 //! is done, or none.
 
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
 
 use vshunt_block::{Bitmap, Bits};
@@ -11,6 +11,7 @@ use vshunt_engine::DRAIN_LIMIT;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{BackupSpec, BitmapSpec};
 
+use super::SourceClaim;
 use super::backup::Prepared;
 use super::point::{CLUSTER_SHIFT, StartedBitmap};
 use crate::daemon::Daemon;
@@ -120,6 +121,13 @@ impl Ready<'_> {
             _ => unreachable!("what was done is of the same kind"),
         }
     }
+
+    fn prepared(&self) -> Option<&Prepared> {
+        match self {
+            Self::Backup(prepared) => Some(prepared),
+            Self::BitmapAdd(..) | Self::BitmapClear(..) => None,
+        }
+    }
 }
 
 /// Does all actions, or none.
@@ -186,10 +194,23 @@ impl Daemon {
                 self.place_bitmaps(entry, &added)
             })
         });
-        let done = placed.and_then(|()| {
-            let mut done = Ok(Vec::new());
-            drained_until(&writers, Instant::now() + DRAIN_LIMIT, &mut || done = act(&all))?;
-            done
+        // From here on no disk of a job is removed.
+        let claimed: Result<Vec<_>> = placed.and_then(|()| {
+            let backups = all.iter().filter_map(Ready::prepared);
+            backups.map(|prepared| self.claim_source(&prepared.entry, &prepared.job.id)).collect()
+        });
+        let frozen: Vec<_> = all.iter().filter_map(Ready::prepared).filter_map(Prepared::frozen).collect();
+        let done = claimed.and_then(|claims| {
+            // Exports of these disks wait for the point in time.
+            let _ops: Vec<MutexGuard<'_, _>> = frozen.iter().map(|frozen| frozen.op_lock()).collect();
+            let done = self.add_frozen(&frozen).and_then(|()| {
+                let mut done = Ok(Vec::new());
+                drained_until(&writers, Instant::now() + DRAIN_LIMIT, &mut || done = act(&all))?;
+                done
+            });
+            let done = done.inspect_err(|_| self.remove_frozen(&frozen))?;
+            claims.into_iter().for_each(SourceClaim::keep);
+            Ok(done)
         });
         match done {
             Ok(done) => Ok(self.launch_all(all, done)),
@@ -200,6 +221,24 @@ impl Daemon {
                     }
                 });
                 Err(e)
+            }
+        }
+    }
+
+    fn add_frozen(&self, frozen: &[Arc<DiskEntry>]) -> Result<()> {
+        for disk in frozen {
+            let mut state = self.state();
+            state.check_unnamed(&disk.name)?;
+            state.disks.insert(disk.name.clone(), disk.clone());
+        }
+        Ok(())
+    }
+
+    fn remove_frozen(&self, frozen: &[Arc<DiskEntry>]) {
+        for disk in frozen {
+            let mut state = self.state();
+            if state.disks.get(&disk.name).is_some_and(|there| Arc::ptr_eq(there, disk)) {
+                state.disks.remove(&disk.name);
             }
         }
     }

@@ -1,7 +1,7 @@
 use crate::create::{DataFile, Options};
 use crate::entry::OFFSET;
 use crate::memory::Memory;
-use crate::request::{ENOSPC, Extent, Op};
+use crate::request::{ENOSPC, Extent, Look, Op};
 use crate::testing::{self, Rng, drive::Disk, kinds};
 use crate::{Image, Storage};
 
@@ -82,7 +82,7 @@ fn what_is_there_already_stays_where_it_is() {
     assert_eq!(disk.read(0, 512), [7; 512]);
     assert_eq!(disk.read(8192, 8192), [0; 8192]);
     // Behind it, nothing was copied.
-    let mut seek = disk.start(Op::Seek { own: true }, 65536, Vec::new(), 4096);
+    let mut seek = disk.start(Op::Seek { look: Look::Image }, 65536, Vec::new(), 4096);
     while disk.step(&mut seek) {}
     assert_eq!(seek.request.found().unwrap().extent, Extent::Absent);
 }
@@ -101,7 +101,7 @@ fn zeroes_below_take_no_space() {
         let mut at = 0;
         let mut data = 0;
         while at < SIZE {
-            let mut seek = disk.start(Op::Seek { own: true }, at, Vec::new(), SIZE - at);
+            let mut seek = disk.start(Op::Seek { look: Look::Image }, at, Vec::new(), SIZE - at);
             while disk.step(&mut seek) {}
             let found = seek.request.found().unwrap();
             assert_ne!(found.extent, Extent::Absent, "{options:?}: at {at}");

@@ -9,10 +9,10 @@ const SIZE: u64 = 1 << 20;
 const CLUSTER: u64 = 1 << 16;
 
 /// Returns all runs of the disk.
-fn map(disk: &mut Disk, own: bool) -> Vec<(Extent, u64)> {
+fn map(disk: &mut Disk, look: Look) -> Vec<(Extent, u64)> {
     let (mut pos, mut runs) = (0, Vec::new());
     while pos < SIZE {
-        let mut started = disk.start(Op::Seek { own }, pos, Vec::new(), SIZE - pos);
+        let mut started = disk.start(Op::Seek { look }, pos, Vec::new(), SIZE - pos);
         while disk.step(&mut started) {}
         assert_eq!(started.step, crate::Step::Done(0));
         let found = started.request.found().unwrap();
@@ -36,9 +36,11 @@ fn runs_are_whole() {
     disk.write(14 * CLUSTER, &[7; CLUSTER as usize]);
     let own =
         [(Absent, 1), (Data, 1), (Absent, 2), (Data, 2), (Zero, 1), (Absent, 7), (Data, 1), (Absent, 1)];
-    assert_eq!(map(&mut disk, true), own);
+    assert_eq!(map(&mut disk, Look::Image), own);
     let all = [(Data, 6), (Zero, 1), (Data, 1), (Zero, 6), (Data, 1), (Zero, 1)];
-    assert_eq!(map(&mut disk, false), all);
+    assert_eq!(map(&mut disk, Look::Disk), all);
+    let layers = [(2, 1), (1, 1), (2, 2), (1, 3), (2, 7), (1, 1), (2, 1)];
+    assert_eq!(map(&mut disk, Look::Layers), layers.map(|(layer, n)| (Extent::Layer(layer), n)));
 }
 
 #[test]
@@ -46,15 +48,16 @@ fn slices_are_read_for_it_and_an_empty_disk_is_one_run() {
     // With 512-byte clusters, a slice has 64 of them.
     let file = testing::new(&Options { cluster_size: 512, ..Options::new(SIZE) });
     let mut disk = Disk::open(file, None);
-    assert_eq!(map(&mut disk, true), [(Extent::Absent, 16)]);
-    assert_eq!(map(&mut disk, false), [(Extent::Zero, 16)]);
+    assert_eq!(map(&mut disk, Look::Image), [(Extent::Absent, 16)]);
+    assert_eq!(map(&mut disk, Look::Disk), [(Extent::Zero, 16)]);
+    assert_eq!(map(&mut disk, Look::Layers), [(Extent::Layer(0), 16)]);
     disk.write(0, &vec![7; SIZE as usize]);
     let file = disk.close();
     let mut disk = Disk::open(Memory::new(file.bytes(), 64 << 20), None);
     let loads = disk.chain.top().map_loads();
-    assert_eq!(map(&mut disk, true), [(Extent::Data, 16)]);
+    assert_eq!(map(&mut disk, Look::Image), [(Extent::Data, 16)]);
     assert_eq!(disk.chain.top().map_loads() - loads, 32);
-    let mut small = disk.start(Op::Seek { own: true }, 512, Vec::new(), 4096);
+    let mut small = disk.start(Op::Seek { look: Look::Image }, 512, Vec::new(), 4096);
     while disk.step(&mut small) {}
     assert_eq!(small.request.found(), Some(Found { extent: Extent::Data, len: 4096 }));
     assert!(disk.files[0].len().unwrap() > SIZE);

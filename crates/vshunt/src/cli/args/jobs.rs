@@ -17,6 +17,8 @@ Examples:
   vshunt backup start d0 --to d0.raw --format raw --speed 100M
   vshunt backup start d0 --to d0.qcow2 --and d1=d1.qcow2 --bitmap b0 --wait
   vshunt job wait backup0
+  vshunt backup start d0 --pull p0 --fleece /var/tmp/d0.fleece --bitmap b0
+  vshunt job complete backup0
 
 docs/backup.md explains full and incremental backups, and how to restore them.";
 
@@ -190,7 +192,7 @@ pub(crate) struct BackupArgs {
     /// Name of the disk
     pub(crate) disk: String,
     /// The file; it is called FILE.part until it is complete
-    #[arg(long, value_name = "FILE", required_unless_present = "target")]
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["target", "pull"])]
     pub(crate) to: Option<PathBuf>,
     /// Back up this disk, too, to FILE, at the same point in time; may be repeated. For incremental
     /// backups of several disks use 'vshunt qmp transaction'
@@ -205,6 +207,15 @@ pub(crate) struct BackupArgs {
     /// Copy to this disk of the daemon, which has the same size and no export
     #[arg(long, value_name = "DISK", conflicts_with_all = ["to", "format", "overwrite", "backing"])]
     pub(crate) target: Option<String>,
+    /// Copy nothing: make a read-only disk of this name, which shows the disk as it is now until
+    /// the job is completed or cancelled; export it to the program that copies it
+    #[arg(
+        long,
+        value_name = "NAME",
+        requires = "fleece",
+        conflicts_with_all = ["to", "target", "format", "compress", "backing", "speed", "overwrite", "no_finalize", "wait"]
+    )]
+    pub(crate) pull: Option<String>,
     /// Format of the file [default: qcow2]
     #[arg(long, value_parser = image_format())]
     pub(crate) format: Option<Format>,
@@ -216,7 +227,7 @@ pub(crate) struct BackupArgs {
     #[arg(long, value_name = "NAME", conflicts_with = "incremental")]
     pub(crate) bitmap: Option<String>,
     /// Copy only the blocks that are dirty in this bitmap: those that were written since the
-    /// previous backup; the bitmap is reset
+    /// previous backup; the bitmap is reset. With --pull, its blocks are offered to NBD clients
     #[arg(long, value_name = "BITMAP")]
     pub(crate) incremental: Option<String>,
     /// The previous backup, which becomes the backing file of an incremental one (qcow2)
@@ -253,8 +264,13 @@ pub(crate) enum JobCommand {
     Cancel {
         /// Name of the job
         job: String,
+        /// Also if exports serve the disk of a pull backup: their reads fail from then on
+        #[arg(long)]
+        force: bool,
     },
-    /// Complete a mirror that is ready: its disk continues in the target
+    /// Complete a mirror that is ready: its disk continues in the target. Or a pull backup whose
+    /// disk was copied: its bitmap is reset for the next one; fails if the fleecing file cannot be
+    /// trusted
     Complete {
         /// Name of the job
         job: String,

@@ -43,8 +43,9 @@ Columns of networks, which are shown if there are any:
 Columns of exports:
   BACKEND  the disk or network
   MODE     ro or rw, for the user of the export
-  STATE    connected: a front end (a VMM) is connected; leaving: it has ended,
-           and its requests have not; waiting: none is connected; mounted;
+  STATE    connected: a front end (a VMM) or an NBD client is connected;
+           leaving: it has ended, and its requests have not; waiting: none is
+           connected; mounted;
            joined: an uplink whose tap is a port of its switch; blocked: an
            uplink that makes a loop with another one; removing: the export
            ends with its last requests

@@ -64,6 +64,7 @@ pub(super) fn export(row: &ExportRow) -> [String; 9] {
         ExportKind::VhostUserNet => "vhost-user-net",
         ExportKind::Fuse => "fuse",
         ExportKind::Uplink => "uplink",
+        ExportKind::Nbd => "nbd",
     };
     let state = match (row.kind, row.connected) {
         _ if row.leaving => "leaving",

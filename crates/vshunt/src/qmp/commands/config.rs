@@ -3,6 +3,7 @@
 //! Called on the thread of a client. A thing that the file cannot express is a comment in it.
 
 use std::collections::BTreeSet;
+use std::convert::Infallible;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
@@ -11,8 +12,8 @@ use serde_json::json;
 use toml::Value;
 use vshunt_daemon::{DEFAULT_POLL_US, Daemon};
 use vshunt_types::spec::{
-    BalanceMode, DiskInfo, DiskSpec, Engine, ExportInfo, ExportSpec, Format, NetInfo, NetKind, NetSpec,
-    QueueInfo, SocketMode, WorkerInfo, WorkerKind, WorkerSpec, Workers,
+    BalanceMode, DiskInfo, DiskSpec, Engine, ExportInfo, Format, NetInfo, NetKind, NetSpec, QueueInfo,
+    SocketMode, WorkerInfo, WorkerKind, WorkerSpec, Workers,
 };
 
 use crate::config::{Control, LogFormat, Setup, control_path};
@@ -42,6 +43,11 @@ fn text(daemon: &Daemon, startup: &Startup) -> String {
         let bitmaps: Vec<_> = disk.bitmaps.iter().map(|bitmap| bitmap.name.as_str()).collect();
         if !bitmaps.is_empty() {
             page.comment(&format!("Disk {} has dirty bitmaps: {}.", disk.spec.name, bitmaps.join(", ")));
+        }
+        if disk.spec.format() == Format::Frozen {
+            page.comment(&format!("Disk {} is of a backup, and cannot be in a file.", disk.spec.name));
+            missing.insert(format!("disk {}", disk.spec.name));
+            continue;
         }
         let spec = disk_spec(disk);
         let usable = page.takes(&format!("The file of disk {}", spec.name), spec.file.as_deref());
@@ -245,13 +251,11 @@ fn export_section(page: &mut Page, export: &ExportInfo, missing: &BTreeSet<Strin
             "The socket of export {name} was passed to the daemon; give it a path as `socket`."
         ));
     }
-    let spec = ExportSpec {
-        socket: export.spec.socket.as_deref().map(absolute),
-        mountpoint: export.spec.mountpoint.as_deref().map(absolute),
-        ..export.spec.clone()
-    };
-    let place = spec.socket.as_deref().or(spec.mountpoint.as_deref());
-    let placed = page.takes(&format!("The path of export {name}"), place);
+    let mut spec = export.spec.clone();
+    let Ok(()) = spec.map_paths(|path| Ok::<_, Infallible>(absolute(&path)));
+    let place = spec.socket_path().or(spec.mountpoint.as_deref());
+    let placed = page.takes(&format!("The path of export {name}"), place)
+        && page.takes(&format!("The certificates of export {name}"), spec.tls_certificates.as_deref());
     let nets = spec.net.iter().chain(&spec.tap).map(|net| format!("net {net}"));
     let mut backends = nets.chain([format!("disk {}", spec.disk)]);
     let usable = placed && spec.fd.is_none() && !backends.any(|backend| missing.contains(&backend));

@@ -312,8 +312,9 @@ pub(crate) fn by_device(
 struct BlockJobCancel {
     /// The name of the job.
     device: String,
-    /// Whether a mirror that is ready is given up, too. If not, it completes, and its disk stays
-    /// where it is: the target is a copy of the disk as it is now.
+    /// Whether a mirror that is ready is given up, too, and a pull backup whose disk has exports.
+    /// If not, the mirror completes, and its disk stays where it is: the target is a copy of the
+    /// disk as it is now.
     #[serde(default)]
     force: bool,
 }
@@ -321,7 +322,7 @@ struct BlockJobCancel {
 pub(crate) fn block_job_cancel(context: &Context, arguments: Arguments) -> Answer {
     let BlockJobCancel { device, force } = arguments.read()?;
     let daemon = &context.daemon;
-    Ok(done(if force { daemon.job_cancel(&device) } else { daemon.job_cancel_softly(&device) }?))
+    Ok(done(if force { daemon.job_cancel(&device, true) } else { daemon.job_cancel_softly(&device) }?))
 }
 
 #[derive(Deserialize)]

@@ -418,6 +418,7 @@ impl BlockExport {
             (ExportKind::Fuse, Some(_)) => {
                 refuse("'addr' belongs to vhost-user-blk; a mount has a 'mountpoint'")
             }
+            (ExportKind::Nbd, _) => refuse("an NBD server needs an address: use export-add with 'listen'"),
             (ExportKind::VhostUserNet | ExportKind::Uplink, _) => {
                 refuse("a network is no block device: net-add and export-add serve one")
             }
@@ -501,6 +502,8 @@ pub(super) fn block_device_info(disk: &DiskInfo) -> Value {
         Format::Null => "null-co",
         Format::Ram => "ram",
         Format::Nbd => "nbd",
+        // QEMU's driver with the same purpose.
+        Format::Frozen => "snapshot-access",
     };
     let file = match &disk.spec.file {
         Some(path) => path.to_string_lossy().into_owned(),

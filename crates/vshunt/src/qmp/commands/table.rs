@@ -59,7 +59,7 @@ pub(crate) const COMMANDS: &[Command] = &[
         jobs::backup_start,
     )
     .takes(
-        "disk to|target [format overwrite compress bitmap incremental backing fleece speed auto-finalize job]",
+        "disk to|target|pull [format overwrite compress bitmap incremental backing fleece speed auto-finalize job]",
         "BackupSpec",
     )
     .returns("`job`: the name of the job"),
@@ -112,7 +112,7 @@ pub(crate) const COMMANDS: &[Command] = &[
         jobs::block_job_cancel,
     )
     .takes("device [force]", "jobs::BlockJobCancel"),
-    command("block-job-complete", "Completes a mirror that is ready.", |c, a| {
+    command("block-job-complete", "Completes a mirror that is ready, or a pull backup whose disk was copied.", |c, a| {
         jobs::by_device(c, a, |daemon, id| daemon.job_complete(id, true, None))
     })
     .takes("device", "jobs::Device"),
@@ -202,7 +202,7 @@ pub(crate) const COMMANDS: &[Command] = &[
         native::export_add,
     )
     .takes(
-        "type name disk|net [socket|mountpoint owner group mode tap queues workers readonly serial block-size poll-us engine latency mac mtu \
+        "type name disk|net [socket|mountpoint|listen tls-certificates tls-verify-peer owner group mode tap queues workers readonly serial block-size poll-us engine latency mac mtu \
          mac-filter mac-limit vlan trunk isolated reserved memory-may-block writable growable allow-other transport \
          passthrough limits balance]",
         "ExportSpec",
@@ -232,13 +232,13 @@ pub(crate) const COMMANDS: &[Command] = &[
          through queues of the daemon. `seconds`: how long it was there",
     ),
     command("job-cancel", "Ends a job before it is complete. The file of a backup is removed.", |c, a| {
-        jobs::by_id(c, a, Daemon::job_cancel)
+        jobs::by_id(c, a, |daemon, id| daemon.job_cancel(id, false))
     })
     .takes("id", "jobs::Id"),
     command(
         "job-complete",
         "Completes a mirror that is ready: the disk continues in the target. A mirror that cannot be completed stays ready, \
-         with an `error`.",
+         with an `error`. Or completes a pull backup whose disk was copied: its bitmap is reset.",
         jobs::job_complete,
     )
     .takes("id [switch hold-ms]", "jobs::JobComplete"),

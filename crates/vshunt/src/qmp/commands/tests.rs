@@ -250,7 +250,8 @@ fn the_shapes_of_block_export_add() {
         ("addr", json!({ "type": "inet" }), "'addr'"),
         ("iothread", json!("io0"), "workers"),
         ("writethrough", json!(true), "belongs to the disk"),
-        ("type", json!("nbd"), "unknown variant `nbd`"),
+        ("type", json!("nbd"), "use export-add with 'listen'"),
+        ("type", json!("vduse-blk"), "unknown variant `vduse-blk`"),
     ] {
         let why = refused(&context, "block-export-add", with(name, value));
         assert!(why.contains(want), "{why}");
