@@ -162,3 +162,33 @@ def test_a_target_that_was_replaced(rig, mounts):
     r.require(path.read_bytes() == b"another's", "another's file was changed")
     r.require(disk.shown() == ("raw", str(disk.path)), f"listed as {disk.shown()}")
     disk.quit()
+
+
+@pytest.mark.parametrize("end", ("cancel", "complete", "quit"))
+def test_the_end_of_a_job_does_not_wait_for_a_queue_of_a_guest_on_its_worker(rig, end):
+    """Any queue may be on any worker. The worker of the job stays, with that queue, and can be freed later."""
+    path, socket = rig.dir / f"guest-{end}-new.raw", rig.dir / f"guest-{end}.sock"
+    disk = f"name=d0,format=raw,file={image(rig, f'guest-{end}', 'raw')}"
+    daemon = r.Daemon(rig, "--disk", disk, "--export", f"type=vhost-user-blk,name=v0,disk=d0,socket={socket},queues=2", name=f"guest-{end}")
+    name = m.start(daemon, "--to", path, "--format", "raw")
+    m.ready(daemon, name)
+    worker = next(w["id"] for w in daemon.status()["workers"] if w["name"] == name)
+    daemon.attach("v0:1", worker)
+    began = time.monotonic()
+    if end == "quit":
+        r.require(daemon.child.stop() == 0, daemon.child.tail())
+    elif end == "complete":
+        m.complete(daemon, name)
+    else:
+        daemon.cli("job", "cancel", name)
+    # It took 30 s, whatever the machine.
+    r.require(time.monotonic() - began < 25, "the end has waited for the queue")
+    if end == "quit":
+        return
+    queue = next(q for q in daemon.status()["queues"] if q["export"] == "v0" and q["index"] == 1)
+    r.require(queue["worker"] == worker, f"{queue}")
+    daemon.attach("v0:1", 0)
+    # The job has freed it if it had not come to that.
+    daemon.cli("worker", "free", str(worker), check=False)
+    r.wait_for("the worker is gone", lambda: all(w["id"] != worker for w in daemon.status()["workers"]))
+    r.require(daemon.child.stop() == 0, daemon.child.tail())

@@ -191,15 +191,11 @@ impl Daemon {
         worker.map_err(|e| e.context(format!("job {id} has no worker")))
     }
 
-    /// Frees the worker of a job whose queues are stopped. Others may still look at these.
+    /// Frees the worker of a job, whose own queues are gone. It stays if guests' queues were
+    /// attached to it.
     pub(super) fn free_job_worker(&self, worker: u32) {
-        let until = Instant::now() + RELEASE;
-        while let Err(e) = self.workers.free(worker) {
-            if e.kind() != Kind::Busy || Instant::now() > until {
-                tracing::info!("worker {worker} of a job stays: {e}");
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(1));
+        if let Err(e) = self.workers.free(worker) {
+            tracing::info!("worker {worker} of a job stays: {e}");
         }
     }
 
@@ -242,6 +238,11 @@ impl Daemon {
             let mut state = job.state();
             state.done = copy.done.load(Relaxed);
             state.active = None;
+        }
+        // Others may still look at the queue, or move it.
+        let until = Instant::now() + RELEASE;
+        while Arc::strong_count(&set) > 1 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
         }
         drop(set);
         worker.inspect(|&worker| self.free_job_worker(worker));
