@@ -271,10 +271,14 @@ def test_guests_that_write_too_fast(rig):
     """The job stays ready and says why, also by an event. It is completed when their writes are limited, as it says."""
     disk = Disk(rig, image(rig, "outrun", "raw", 64), "raw", name="outrun", fuse=False, socket=True)
     load = bench(rig, disk, "outrun-bench")
-    name = m.start(disk, "--to", rig.dir / "outrun-new.raw", "--format", "raw", "--speed", "max")
-    m.ready(disk, name)
     qmp = b.Qmp(disk.daemon)
-    done = disk.cli("job", "complete", name, "--hold", "1ms", check=False, timeout_s=m.QUIET_S)
+    # On a busy machine the load may not run in that millisecond: then the mirror is made once more.
+    for turn in range(10):
+        name = m.start(disk, "--to", rig.dir / f"outrun-{turn}.raw", "--format", "raw", "--speed", "max")
+        m.ready(disk, name)
+        done = disk.cli("job", "complete", name, "--hold", "1ms", check=False, timeout_s=m.QUIET_S)
+        if done.returncode != 0:
+            break
     r.message_of(done, "stays ready", "guests of disk d0 write faster", "may be held for 1 ms", "vshunt limit", "--hold")
     told = lambda e: e["event"] == "BLOCK_JOB_READY" and "write faster" in e["data"].get("error", "")  # noqa: E731
     r.wait_for("the event", lambda: qmp.call("query-version") and any(told(e) for e in qmp.events))
