@@ -72,6 +72,21 @@ def test_committed_under_load_by_socket(rig, served):
     checked(base)
 
 
+def test_a_wait_for_a_commit_that_is_over(rig):
+    """It says where the disk continues, also if the commit has ended before, and not if the disk has been moved on since."""
+    base = image(rig, "cover", "raw", 16)
+    disk = Disk(rig, base, "raw", name="cover", fuse=False, socket=True)
+    disk.snapshot(rig.dir / "cover-0.qcow2")
+    job = disk.cli("commit", "d0").stdout.strip()
+    m.ended(disk, job)
+    said = disk.cli("job", "wait", job).stdout
+    r.require(said.endswith(f"\nd0 continues in {base}; serve it by this name from now on\n"), f"the wait said {said!r}")
+    disk.snapshot(rig.dir / "cover-1.qcow2")
+    said = disk.cli("job", "wait", job).stdout
+    r.require("continues" not in said and f"{job} is done" in said, f"the wait said {said!r}")
+    disk.quit()
+
+
 def test_a_commit_without_space(rig, mounts):
     """On a full file system a commit fails, and says what to do; with space it succeeds."""
     folder = rig.dir / "small"

@@ -46,6 +46,8 @@ pub(super) struct JobState {
     pub(super) status: JobStatus,
     pub(super) speed: Option<u64>,
     pub(super) cancelled: bool,
+    /// The file or URI that its disk continues in, once it has moved the disk.
+    pub(super) continues_in: Option<String>,
     /// Whether a pull backup, or a mirror that is ready, has to end.
     pub(super) completed: bool,
     /// Whether it has copied all, and waits for the command to finalize it.
@@ -98,6 +100,7 @@ impl Job {
             status: JobStatus::Running,
             speed,
             cancelled: false,
+            continues_in: None,
             completed: false,
             awaits_finalize: false,
             finalized: false,
@@ -153,6 +156,7 @@ impl Job {
             pull: self.pull.clone(),
             error: state.error.clone(),
             cancelled: state.cancelled,
+            continues_in: state.continues_in.clone(),
             auto_finalize: self.auto_finalize,
             auto_dismiss: self.auto_dismiss,
             copy_mode: state.copy_mode,

@@ -217,6 +217,10 @@ pub struct JobInfo {
     /// Whether it was cancelled.
     #[serde(default)]
     pub cancelled: bool,
+    /// The file or URI that its disk continues in, if it has moved the disk: it is to be served by
+    /// this name from then on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub continues_in: Option<String>,
 }
 
 /// A dirty bitmap that is made.

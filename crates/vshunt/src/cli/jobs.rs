@@ -79,7 +79,7 @@ pub(crate) fn overlay_job(client: &mut Client, command: &str, args: OverlayJobAr
         return print_line(&id);
     }
     wait_and_dismiss(client, &id, quiet)?;
-    tell_moved(client, &spec.disk, before, quiet)
+    tell_moved(client, &id, &spec.disk, before, quiet)
 }
 
 pub(crate) fn mirror(client: &mut Client, args: MirrorArgs, quiet: bool) -> Outcome {
@@ -116,7 +116,7 @@ pub(crate) fn mirror(client: &mut Client, args: MirrorArgs, quiet: bool) -> Outc
     complete(client, &id, true, args.hold)?;
     // Another client may have dismissed it, or the daemon has ended.
     let _ = send(client, "job-dismiss", json!({ "id": id }));
-    tell_moved(client, &spec.disk, before, quiet)
+    tell_moved(client, &id, &spec.disk, before, quiet)
 }
 
 /// Returns the file or URI that a disk is in. None: it has none, or there is no such disk.
@@ -126,14 +126,19 @@ fn place(client: &mut Client, disk: &str) -> Outcome<Option<String>> {
     Ok(image.filter(|image| !image.is_empty()))
 }
 
-/// Prints where a disk is if a job has moved it. `before`: its [`place`] then.
-fn tell_moved(client: &mut Client, disk: &str, before: Option<String>, quiet: bool) -> Outcome {
+/// Prints where a disk is if a job has moved it. `before`: its [`place`] when the command began,
+/// which was after the move if the job had ended by then.
+fn tell_moved(client: &mut Client, id: &str, disk: &str, before: Option<String>, quiet: bool) -> Outcome {
     if quiet {
         return Ok(());
     }
-    // The job has done its work, also if the daemon has ended since then.
+    // The job has done its work, also if the daemon has ended since then. It may be dismissed, and
+    // the disk may have been moved on.
+    let told = jobs(client).ok().and_then(|jobs| jobs.into_iter().find(|job| job.id == id)?.continues_in);
     match place(client, disk) {
-        Ok(Some(image)) if Some(&image) != before.as_ref() => print_line(&continues_in(disk, &image)),
+        Ok(now @ Some(_)) if now == told || now != before => {
+            print_line(&continues_in(disk, &now.unwrap_or_default()))
+        }
         _ => Ok(()),
     }
 }
@@ -148,7 +153,7 @@ fn may_move<T>(
     let disk = jobs(client)?.into_iter().find(|job| job.id == id).map(|job| job.disk).unwrap_or_default();
     let before = place(client, &disk)?;
     let ended = end(client)?;
-    tell_moved(client, &disk, before, quiet)?;
+    tell_moved(client, id, &disk, before, quiet)?;
     Ok(ended)
 }
 

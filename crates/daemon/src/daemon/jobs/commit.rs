@@ -123,6 +123,7 @@ impl Commit {
             let Some(below) = self.below.take() else { return Ok(()) };
             let next = below.close();
             entry.disk.switch_to_backing(&now, &next).inspect_err(|_| entry.disk.relock_backing(&next))?;
+            job.state().continues_in = Some(next.image());
             entry.set_spec(next);
             Ok(())
         })

@@ -530,6 +530,7 @@ impl Mirror {
             );
         }
         *old = Some(entry.disk.continue_in(&now, &target.disk));
+        job.state().continues_in = Some(next.image());
         entry.set_spec(next);
         Ok(true)
     }
