@@ -43,8 +43,9 @@ def digest(path):
 
 
 def image(rig, name, form, size=32):
-    """A new image, of zeroes."""
+    """A new image, of zeroes. Tests of a file share a folder: a name belongs to one of them."""
     path = rig.dir / f"{name}.{form}"
+    r.require(not path.exists(), f"{path.name} is another test's")
     qemu_img("create", "-q", "-f", form, path, size * MIB)
     return path
 

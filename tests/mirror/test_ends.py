@@ -8,6 +8,7 @@ import subprocess
 import time
 
 import mirror_model as m
+import nbd_servers
 import pytest
 import rig as r
 from snapshot_model import Disk, Writer, image, point_in_time
@@ -38,6 +39,30 @@ def test_cancelled(rig, mounts):
     writer.stop()
     disk.quit()
     point_in_time(disk.path, [writer], [len(writer.log)])
+
+
+def test_a_wait_for_a_mirror_that_is_over(rig):
+    """It says where the disk continues, a file or a URI, and nothing of a copy or of a cancelled mirror."""
+    server = nbd_servers.nbdkit(rig, "memory", "32M", name="waited-far")
+    disk = Disk(rig, image(rig, "waited", "raw"), "raw", name="waited", fuse=False, socket=True)
+    disk.cli("disk", "add", f"name=far,uri={server.uri()}")
+
+    def over(place, *arguments, end=("complete",)):
+        name = m.start(disk, *arguments, "--speed", "max")
+        m.ready(disk, name)
+        disk.cli("job", *end, name, timeout_s=m.QUIET_S)
+        there, done = m.ended(disk, name), disk.cli("job", "wait", name, check=False)
+        r.require(there.get("continues-in") == place, f"listed as {there}")
+        r.require(done.returncode == (1 if there["cancelled"] else 0), f"it ended with {done.returncode}: {done.stderr}")
+        line = f"\nd0 continues in {place}; serve it by this name from now on\n"
+        r.require(done.stdout.endswith(line) if place else "continues" not in done.stdout, f"the wait said {done.stdout!r}")
+
+    over(None, "--to", rig.dir / "waited-0.raw", "--format", "raw", end=("complete", "--no-switch"))
+    over(None, "--to", rig.dir / "waited-1.raw", "--format", "raw", end=("cancel",))
+    path = rig.dir / "waited-2.qcow2"
+    over(str(path), "--to", path)
+    over(server.uri(), "--target", "far")
+    disk.quit()
 
 
 @pytest.mark.parametrize("phase", ("copying", "ready", "after"))

@@ -78,7 +78,8 @@ def test_a_wait_for_a_commit_that_is_over(rig):
     disk = Disk(rig, base, "raw", name="cover", fuse=False, socket=True)
     disk.snapshot(rig.dir / "cover-0.qcow2")
     job = disk.cli("commit", "d0").stdout.strip()
-    m.ended(disk, job)
+    there = m.ended(disk, job)
+    r.require(there["continues-in"] == str(base), f"listed as {there}")
     said = disk.cli("job", "wait", job).stdout
     r.require(said.endswith(f"\nd0 continues in {base}; serve it by this name from now on\n"), f"the wait said {said!r}")
     disk.snapshot(rig.dir / "cover-1.qcow2")

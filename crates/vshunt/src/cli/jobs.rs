@@ -135,10 +135,9 @@ fn tell_moved(client: &mut Client, id: &str, disk: &str, before: Option<String>,
     // The job has done its work, also if the daemon has ended since then. It may be dismissed, and
     // the disk may have been moved on.
     let told = jobs(client).ok().and_then(|jobs| jobs.into_iter().find(|job| job.id == id)?.continues_in);
-    match place(client, disk) {
-        Ok(now @ Some(_)) if now == told || now != before => {
-            print_line(&continues_in(disk, &now.unwrap_or_default()))
-        }
+    let now = place(client, disk).ok().flatten();
+    match &now {
+        Some(image) if now == told || now != before => print_line(&continues_in(disk, image)),
         _ => Ok(()),
     }
 }
