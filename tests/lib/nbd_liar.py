@@ -1,9 +1,10 @@
 """An NBD server that breaks the protocol in one way. Usage: nbd_liar.py SOCKET WAY [KEY=VALUE…]
 
-The data are zeroes, or what was written. Ways that begin with `greet-`, `option-` or `tls-` fail in the handshake, the others
-after `after` replies (default 20). `once`: the server is honest after the first connection that it broke. With
-`headers=extended`, it speaks the protocol with extended headers. `tls=FOLDER`: over TLS, with the certificate in that folder;
-`version=1.2` allows no newer one. `flags=NUMBER`: the transmission flags. `drip=SECONDS`: TLS is sent in single bytes, with that pause before each.
+The data are zeroes, or what was written. It prints a line for each connection. Ways that begin with `greet-`, `option-` or
+`tls-` fail in the handshake, the others after `after` replies (default 20). `once`: the server is honest after the first
+connection that it broke. With `headers=extended`, it speaks the protocol with extended headers. `tls=FOLDER`: over TLS, with
+the certificate in that folder; `version=1.2` allows no newer one. `flags=NUMBER`: the transmission flags. `drip=SECONDS`:
+TLS is sent in single bytes, with that pause before each.
 """
 
 import os
@@ -255,6 +256,7 @@ def main():
     listener.listen(16)
     while True:
         s, _ = listener.accept()
+        print("a connection", flush=True)
         threading.Thread(target=server.serve, args=(s,), daemon=True).start()
 
 

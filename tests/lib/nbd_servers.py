@@ -54,11 +54,12 @@ class Server:
 class NbdServer:
     """nbd-server with an export `disk`, on a TCP port of the loopback interface. It is a daemon that forks for each connection."""
 
-    def __init__(self, rig, image, name):
+    def __init__(self, rig, image, name, **keys):
+        """`keys`: more keys of the export."""
         self.name, self.port, self.pid = name, free_port(), None
         self.config, self.pid_file = rig.dir / f"{name}.conf", rig.dir / f"{name}.pid"
         self.program = r.tool("nbd-server", "nbd-server")
-        export = {"exportname": image, "flush": "true", "fua": "true", "trim": "true"}
+        export = {"exportname": image, "flush": "true", "fua": "true", "trim": "true", **keys}
         lines = ["[generic]", "listenaddr = 127.0.0.1", f"port = {self.port}", "[disk]", *(f"{key} = {value}" for key, value in export.items())]
         self.config.write_text("\n".join(lines) + "\n")
         rig.children.append(self)

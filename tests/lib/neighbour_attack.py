@@ -21,7 +21,7 @@ import time
 import neighbour_guest as g
 import peer as p
 
-RESET_OWNER, SET_LOG_FD, SET_VRING_ERR, SET_CONFIG, SET_BACKEND_REQ_FD = 4, 7, 14, 25, 21
+RESET_OWNER, SET_LOG_FD, SET_VRING_ERR, SET_BACKEND_REQ_FD = 4, 7, 14, 21
 GET_INFLIGHT_FD, RESET_DEVICE, GET_MAX_MEM_SLOTS, ADD_MEM_REG, REM_MEM_REG, SET_STATUS, GET_STATUS = 31, 34, 36, 37, 38, 39, 40
 
 PF_ALL = sum(1 << bit for bit in (0, 1, 2, 3, 4, 5, 9, 12, 13, 15, 16))
@@ -291,7 +291,7 @@ class Front(p.Peer):
             self.message(p.GET_CONFIG, struct.pack("<III", chance.choice((0, 60, 256)), chance.choice((0, 8, 60, 256)), 0) + b"\0" * 60)
         else:
             size = chance.choice((1, 2, 8, 60))
-            self.order(SET_CONFIG, struct.pack("<III", chance.choice((0, 32, 60)), size, 0) + chance.randbytes(size))
+            self.order(p.SET_CONFIG, struct.pack("<III", chance.choice((0, 32, 60)), size, 0) + chance.randbytes(size))
 
     def of_a_nic(self):
         chance = self.chance

@@ -446,6 +446,28 @@ def test_a_server_that_hangs_at_the_open_is_given_up(rig):
     server.kill()
 
 
+def test_commands_end_while_the_server_hangs(rig):
+    """It hangs while the image is open: commands that flush the image, and its close, fail after a while. Then it answers again."""
+    server = n.nbdkit(rig, "file", rig.image("q-hung.img", EXPORT), name="q-hung")
+    uri = created(server, size=32 * MIB)
+    daemon = serve(rig, uri, name="of-q-hung")
+    n.loaded(rig, "q-hung", "--size", "8M")
+    daemon.cli("export", "remove", "vm0")
+    server.child.suspend()
+    resized = daemon.cli("resize", "d0", "48M", check=False, timeout_s=120)
+    r.require(resized.returncode != 0, "an image grew on a server that hangs")
+    r.require(daemon.status()["disks"][0]["size-bytes"] == 32 * MIB, f"{daemon.status()['disks']}")
+    server.child.resume()
+    # No request of the failed command is left, and the image is as it was.
+    daemon.cli("resize", "d0", "48M", timeout_s=120)
+    server.child.suspend()
+    daemon.cli("disk", "remove", "d0", check=False, timeout_s=120)
+    r.require(not daemon.status()["disks"], "the disk is not removed")
+    n.ends(daemon)
+    server.child.resume()
+    server.kill()
+
+
 def test_the_nodes_of_qemu_are_one_disk(rig):
     """`blockdev-add` of qcow2 over nbd. The same image is not written twice by one daemon."""
     server = n.qemu_nbd(rig, rig.image("nodes.img", EXPORT), export="a b", name="nodes")

@@ -30,6 +30,19 @@ pub(super) enum Backend {
 }
 
 impl Backend {
+    /// Waits for a sign of life of the server, if the disk is on one. Control threads call it
+    /// before they wait for a request. Blocks.
+    ///
+    /// # Errors
+    /// Those of [`Nbd::lives`].
+    pub(super) fn lives(&self) -> std::io::Result<()> {
+        match self {
+            Self::Nbd(nbd) => nbd.lives(),
+            Self::Qcow2(image) => image.remote().map_or(Ok(()), Remote::lives),
+            _ => Ok(()),
+        }
+    }
+
     /// Opens and locks the backend that `spec` describes. Returns it with its size in bytes and its
     /// limits. `growable`: a qcow2 image gets room to grow while it is served.
     ///

@@ -14,11 +14,12 @@ use std::time::Duration;
 
 use qcow2::bitmap::Loaded;
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{Cache, DiskSpec, Format};
+use vshunt_types::spec::{Cache, ConnectionsInfo, DiskSpec, Format};
 use vshunt_types::sync::LockedShared;
 
 use super::backend::{Backend, memory_size, no_frozen};
 use super::failures::Failures;
+use super::image_file::Remote;
 use super::limits::{self, Limits};
 use super::nbd;
 use super::qcow2::UncleanImage;
@@ -320,6 +321,15 @@ impl Disk {
             Backend::Frozen => "frozen",
             Backend::Raw(raw) if raw.inline() => "inline",
             Backend::Raw(_) | Backend::Qcow2(_) | Backend::Nbd(_) => "ring",
+        }
+    }
+
+    /// Describes the connections of a disk, or of an image, on an NBD server.
+    pub fn connections(&self) -> Option<ConnectionsInfo> {
+        match &self.backend() {
+            Backend::Nbd(nbd) => Some(nbd.connections()),
+            Backend::Qcow2(image) => image.remote().map(Remote::connections),
+            _ => None,
         }
     }
 

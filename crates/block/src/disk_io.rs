@@ -107,6 +107,7 @@ impl Disk {
     /// # Errors
     /// The system's.
     pub fn own_blocks(self: &Arc<Self>, bits: &Bits) -> io::Result<()> {
+        self.backend().lives()?;
         let (mut uring, mut io) = (Uring::new()?, Io::default());
         let handle = self.attach(&mut uring);
         let (mut at, size) = (0, bits.size());

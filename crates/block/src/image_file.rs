@@ -20,11 +20,12 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::mpsc::Receiver;
 
 use qcow2::Storage;
 use vshunt_engine::{Token, Uring};
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{DiskSpec, Format};
+use vshunt_types::spec::{ConnectionsInfo, DiskSpec, Format};
 
 use self::storage::RemoteStorage;
 use super::bounce::Pool;
@@ -112,8 +113,32 @@ impl Remote {
         self.reconnect_delay
     }
 
+    /// Describes its connections.
+    pub(super) fn connections(&self) -> ConnectionsInfo {
+        self.nbd.connections()
+    }
+
     pub(super) fn attach(&self, uring: &mut Uring) -> FileHandle {
         FileHandle::Nbd(self.nbd.attach(uring))
+    }
+
+    /// See [`Nbd::lives`].
+    pub(super) fn lives(&self) -> io::Result<()> {
+        self.nbd.lives()
+    }
+
+    /// Waits for the result of a change of the image by a command. If the server hangs, the change
+    /// may take effect at any time, so the file is of no more use.
+    ///
+    /// # Errors
+    /// Those of [`Nbd::wait_for`].
+    pub(super) fn wait_for<T>(&self, result: &Receiver<T>) -> io::Result<T> {
+        self.nbd.wait_for(result).inspect_err(|_| self.lost.store(true, Relaxed))
+    }
+
+    /// See [`Nbd::attach_aside`].
+    pub(super) fn attach_aside(&self, uring: &mut Uring) -> FileHandle {
+        FileHandle::Nbd(self.nbd.attach_aside(uring))
     }
 
     /// Cuts a request to the bytes that exist. Returns its result if nothing is left of it.
@@ -222,7 +247,11 @@ impl ImageFile {
         match (self, handle) {
             (Self::Local(raw), FileHandle::Local(files)) => raw.resume(*files, pool, uring, io, token, res),
             // The clients complete whole requests.
-            _ => Step::Done(res),
+            (_, FileHandle::Nbd(nbd)) => {
+                nbd.heard(res);
+                Step::Done(res)
+            }
+            (Self::Remote(_), FileHandle::Local(_)) => Step::Done(res),
         }
     }
 

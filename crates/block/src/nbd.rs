@@ -3,26 +3,31 @@
 //! | thread | does |
 //! | --- | --- |
 //! | control, when the disk is opened | looks the host up, connects, does the handshake |
-//! | `vshunt-nbd`, one for each disk ([`Connector`]) | connects again, does the handshake, writes log lines |
+//! | `vshunt-nbd`, one for each disk ([`maker`]) | connects again, does the handshake, writes log lines |
+//! | `vshunt-nbd-one`, one for each disk ([`One`]) | serves the shared connection, for workers without one |
 //! | worker | sends requests and takes replies by its io_uring ([`Conn`]) |
 //!
 //! A worker has one connection for all of its queues that use the disk. That needs a server that
-//! lets several connections be used at once (NBD_FLAG_CAN_MULTI_CONN). Without that there is one
-//! connection, which a thread of its own serves: `vshunt-nbd-one` ([`One`]). Workers pass their
-//! requests to it.
+//! lets several connections be used at once (NBD_FLAG_CAN_MULTI_CONN), and gives them: it may
+//! refuse the next one, close it, or leave it unanswered. So there is always one connection that
+//! all workers share. A worker passes its requests to it, until it has a connection of its own, and
+//! again when it has lost that.
 //!
 //! With TLS, each connection has a thread of its own ([`tls`]).
 //!
 //! A worker never connects and never waits for a server. It asks the [`Connector`], and the socket
-//! arrives in its [`Port`](port::Port).
+//! arrives in its [`Port`].
 //!
 //! What must never happen: a request completes while the kernel still has its memory. So a
 //! connection that is lost is shut down first, and its requests are sent again, or fail, after the
 //! last operation on its socket has completed.
 
 mod conn;
+mod connect;
 mod connector;
+mod flush;
 mod in_use;
+mod maker;
 mod one;
 mod open;
 mod port;
@@ -33,12 +38,14 @@ mod tests;
 mod tls;
 mod unflushed;
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use ::nbd::Settings;
 use vshunt_engine::{ClientId, Token, Uring};
-use vshunt_types::spec::Cache;
+use vshunt_types::spec::{Cache, ConnectionsInfo};
 
 use self::conn::Conn;
 use self::connector::Connector;
@@ -47,17 +54,18 @@ pub(super) use self::in_use::place_of;
 use self::one::One;
 pub use self::open::certificates_of;
 pub(super) use self::open::{check, check_others, open, open_part};
+use self::port::Port;
 use self::table::{Dest, Start};
 use self::unflushed::Unflushed;
 use super::memory::Mapping;
-use super::shared_client::{ClientHandle, flush_now, join, part};
+use super::shared_client::{ClientHandle, join, part};
 use super::{Io, Op, Step};
 
 /// An open disk on a server.
 pub(super) struct Nbd {
     shared: Arc<Shared>,
-    /// The thread that has the only connection, if the server allows no second one.
-    one: Option<One>,
+    /// The thread of the shared connection, for its end.
+    _one: One,
     /// Held until the last request has ended, also by a thread whose caller has given up. None: the
     /// disk has `locking=off`.
     _in_use: Option<InUse>,
@@ -66,6 +74,10 @@ pub(super) struct Nbd {
 /// What the disk's connections share. Control threads make it; workers read it.
 struct Shared {
     connector: Arc<Connector>,
+    /// The port of the shared connection.
+    common: Arc<Port>,
+    /// The server has answered a request since the shared connection was made.
+    answered: Flag,
     /// What was agreed on when the disk was opened. Later connections offer at least that.
     settings: Settings,
     readonly: bool,
@@ -80,15 +92,44 @@ struct Shared {
 /// The disk, as one queue of a worker uses it.
 pub(super) struct NbdHandle {
     nbd: Arc<Nbd>,
-    /// The connection of this worker. None: [`One`] has the only one.
-    own: Option<ClientId>,
+    /// The client of this worker, which has a connection or passes requests on.
+    conn: ClientId,
+    /// Until then requests wait for a lost connection. None: the server has answered one.
+    first_until: Cell<Option<Instant>>,
 }
 
 impl Nbd {
     /// Makes the disk usable by one queue of the worker that owns `uring`.
     pub(super) fn attach(self: &Arc<Self>, uring: &mut Uring) -> NbdHandle {
-        let own = self.one.is_none().then(|| join::<Conn>(&self.shared, uring));
-        NbdHandle { nbd: self.clone(), own }
+        let conn = join::<Conn>(&self.shared, uring);
+        uring.with_client(conn, |conn: &mut Conn, _| conn.queue_came());
+        self.handle(conn)
+    }
+
+    /// [`attach`](Self::attach) for a thread that never has a connection of its own: between its
+    /// requests it does nothing for its io_uring, so it could not hand it over.
+    pub(super) fn attach_aside(self: &Arc<Self>, uring: &mut Uring) -> NbdHandle {
+        let conn = join::<Conn>(&self.shared, uring);
+        uring.with_client(conn, |conn: &mut Conn, _| conn.do_without());
+        self.handle(conn)
+    }
+
+    /// [`attach_aside`](Self::attach_aside) for a request that fails as later ones do while the
+    /// connection is lost.
+    fn attach_late(self: &Arc<Self>, uring: &mut Uring) -> NbdHandle {
+        let handle = self.attach_aside(uring);
+        handle.first_until.set(None);
+        handle
+    }
+
+    fn handle(self: &Arc<Self>, conn: ClientId) -> NbdHandle {
+        let first_until = Cell::new(Some(self.shared.connector.first_until()));
+        NbdHandle { nbd: self.clone(), conn, first_until }
+    }
+
+    /// Describes the connections.
+    pub(super) fn connections(&self) -> ConnectionsInfo {
+        self.shared.connector.info()
     }
 
     /// Returns the URI.
@@ -99,14 +140,6 @@ impl Nbd {
     /// Returns what the server said about the disk when it was opened.
     pub(super) fn settings(&self) -> &Settings {
         &self.shared.settings
-    }
-
-    /// Flushes and waits.
-    pub(super) fn flush_now(self: &Arc<Self>) -> std::io::Result<()> {
-        if self.shared.readonly || self.shared.cache == Cache::Unsafe {
-            return Ok(());
-        }
-        flush_now(|uring| self.attach(uring))
     }
 }
 
@@ -170,6 +203,8 @@ impl Shared {
             offset,
             len,
             iov: std::mem::take(&mut request.iov),
+            lost_at: None,
+            first_until: None,
         }
     }
 }
@@ -180,26 +215,14 @@ impl ClientHandle for NbdHandle {
         if let Some(res) = self.nbd.shared.at_once(io) {
             return Step::Done(res);
         }
-        match (self.own, &self.nbd.one) {
-            (Some(id), _) => {
-                let started = self.nbd.shared.begin(io, Dest::Here(token));
-                uring.with_client(id, |conn: &mut Conn, uring| conn.start(uring, id, started));
-            }
-            (None, Some(one)) => {
-                let dest = Dest::Ring { ring: uring.id(), token: token.pack() };
-                let started = self.nbd.shared.begin(io, dest);
-                uring.expect_wake();
-                one.port().pass(started);
-            }
-            (None, None) => return Step::Done(-libc::EIO),
-        }
+        let started = self.nbd.shared.begin(io, Dest::Here(token));
+        let started = Start { first_until: self.first_until.get(), ..started };
+        uring.with_client(self.conn, |conn: &mut Conn, uring| conn.start(uring, self.conn, started));
         Step::Wait
     }
 
     fn detach(self, uring: &mut Uring) {
-        if let Some(id) = self.own {
-            part::<Conn>(id, uring);
-        }
+        part::<Conn>(self.conn, uring);
     }
 }
 
@@ -207,15 +230,14 @@ impl NbdHandle {
     /// See [`DiskHandle::resume`](super::DiskHandle::resume).
     #[inline]
     pub(super) fn resume(&self, uring: &mut Uring, io: &mut Io, token: Token, res: i32) -> Step {
+        self.heard(res);
         if !matches!(io.request.op, Op::Seek { .. }) {
             return Step::Done(res);
         }
-        let found = match (self.own, &self.nbd.one) {
-            _ if res != 0 => None,
-            (Some(id), _) => uring.with_client(id, |conn: &mut Conn, _| conn.take_found(token.pack())),
-            (None, Some(one)) => one.port().take_found(uring.id(), token.pack()),
-            (None, None) => None,
-        };
+        let token = token.pack();
+        let found = (res == 0)
+            .then(|| uring.with_client(self.conn, |conn: &mut Conn, uring| conn.take_found(uring, token)))
+            .flatten();
         // A server that does not know has said nothing against data. If it cannot be asked at all,
         // reading that data shows it.
         if found.is_none() {
@@ -225,19 +247,31 @@ impl NbdHandle {
         Step::Done(0)
     }
 
+    /// Notes the result of a request.
+    #[inline]
+    pub(super) fn heard(&self, res: i32) {
+        if res >= 0 && self.first_until.get().is_some() {
+            self.first_until.set(None);
+        }
+    }
+
     /// Returns the URI, for messages.
     pub(super) fn path(&self) -> &std::path::Path {
         std::path::Path::new(&self.nbd.shared.connector.uri)
     }
 }
 
-/// A flag that one thread sets and another one reads.
+/// A flag that threads set and others read.
 #[derive(Default)]
 struct Flag(AtomicBool);
 
 impl Flag {
     fn set(&self) {
         self.0.store(true, Ordering::Release);
+    }
+
+    fn clear(&self) {
+        self.0.store(false, Ordering::Release);
     }
 
     fn is_set(&self) -> bool {

@@ -84,6 +84,7 @@ impl Disk {
     /// # Errors
     /// `Io` if the cluster cannot be read or written.
     pub fn own_last_cluster(self: &Arc<Self>) -> Result<()> {
+        self.backend().lives().map_err(|e| Error::io("the disk's server does not answer", e))?;
         self.own_cluster(self.size_bytes())
     }
 

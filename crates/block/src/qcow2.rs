@@ -16,6 +16,7 @@ mod sweep;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::mpsc::sync_channel;
 
 use qcow2::bitmap::Loaded;
 use qcow2::{Chain, Storage};
@@ -165,10 +166,24 @@ impl Qcow2 {
         if self.readonly {
             return Ok(());
         }
-        std::thread::scope(|scope| {
-            let thread = std::thread::Builder::new().name("vshunt-qcow2".to_owned());
-            thread.spawn_scoped(scope, || self.flush_here(times))?.join().expect("it does not panic")
-        })
+        let thread = std::thread::Builder::new().name("vshunt-qcow2".to_owned());
+        let Some(remote) = self.remote() else {
+            return std::thread::scope(|scope| {
+                thread.spawn_scoped(scope, || self.flush_here(times))?.join().expect("it does not panic")
+            });
+        };
+        // A flush changes the image. So none begins on a server that hangs.
+        remote.lives()?;
+        let (done, is_done) = sync_channel(1);
+        let image = self.clone();
+        let flush = move || {
+            let flushed = image.flush_here(times);
+            // Before the caller may close the image.
+            drop(image);
+            let _ = done.send(flushed);
+        };
+        sandbox::spawn(ThreadKind::Control, thread, flush)?;
+        remote.wait_for(&is_done)?
     }
 
     /// Flushes so often with an io_uring of its own. Needs no [`Disk`](super::Disk), so it works

@@ -51,22 +51,29 @@ pub(super) trait ClientHandle {
     fn detach(self, uring: &mut Uring);
 }
 
-/// Flushes a disk and waits. On a thread of its own, like [`Qcow2`](super::qcow2::Qcow2)'s.
+/// Flushes a disk and waits, on a thread for it: when an io_uring is closed, it interrupts the next
+/// wait of its thread.
 ///
 /// # Errors
 /// The flush's.
-pub(super) fn flush_now<H: ClientHandle>(attach: impl FnOnce(&mut Uring) -> H + Send) -> io::Result<()> {
-    std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().name("vshunt-flush".to_owned());
-        thread.spawn_scoped(scope, || flush_here(attach))?.join().expect("it does not panic")
-    })
-}
-
-fn flush_here<H: ClientHandle>(attach: impl FnOnce(&mut Uring) -> H) -> io::Result<()> {
+pub(super) fn flush_here<H: ClientHandle>(attach: impl FnOnce(&mut Uring) -> H) -> io::Result<()> {
     let (mut uring, mut io) = (Uring::new()?, Io::default());
     io.reset(Op::Flush, 0, true);
-    let handle = attach(&mut uring);
-    let res = match handle.start(&mut uring, &mut io, Token { index: 0, generation: 0, slot: 0, op: 0 }) {
+    run_here(attach, &mut uring, &mut io)
+}
+
+/// Carries out a request with a handle of its own, and waits. On a thread for it, as
+/// [`flush_here`].
+///
+/// # Errors
+/// The request's.
+pub(super) fn run_here<H: ClientHandle>(
+    attach: impl FnOnce(&mut Uring) -> H,
+    uring: &mut Uring,
+    io: &mut Io,
+) -> io::Result<()> {
+    let handle = attach(uring);
+    let res = match handle.start(uring, io, Token { index: 0, generation: 0, slot: 0, op: 0 }) {
         Step::Done(res) => res,
         Step::Wait => {
             let Ok(res) = uring.next_result() else {
@@ -77,6 +84,6 @@ fn flush_here<H: ClientHandle>(attach: impl FnOnce(&mut Uring) -> H) -> io::Resu
             res
         }
     };
-    handle.detach(&mut uring);
+    handle.detach(uring);
     if res < 0 { Err(io::Error::from_raw_os_error(-res)) } else { Ok(()) }
 }

@@ -315,6 +315,7 @@ impl Daemon {
             size_bytes: entry.disk.size_bytes(),
             direct_in_use: entry.disk.direct_in_use(),
             path: entry.disk.path().to_owned(),
+            connections: entry.disk.connections(),
             exports,
             job: entry.watched.job(),
             bitmaps: entry.watched.bitmap_infos(),

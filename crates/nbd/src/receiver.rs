@@ -100,6 +100,11 @@ impl Receiver {
         Self { headers, allocation, state: State::Header }
     }
 
+    /// Returns whether the next bytes are the header of a reply, or of a chunk.
+    pub fn is_at_header(&self) -> bool {
+        matches!(self.state, State::Header)
+    }
+
     /// Returns the data that is expected next. None: a header is.
     #[inline]
     pub fn direct(&self) -> Option<Direct> {

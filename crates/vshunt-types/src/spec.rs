@@ -514,6 +514,9 @@ pub struct DiskInfo {
     /// file in memory (tmpfs, hugetlbfs) that the worker copies at once; `memory`, a `ram` disk;
     /// `frozen`, those of two other disks; `none`, a `null` disk.
     pub path: String,
+    /// Of a disk, or an image, on an NBD server: its connections.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub connections: Option<ConnectionsInfo>,
     /// The exports that use it.
     pub exports: Vec<String>,
     /// The job that reads or writes it.
@@ -522,6 +525,24 @@ pub struct DiskInfo {
     /// Its dirty bitmaps.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub bitmaps: Vec<BitmapInfo>,
+}
+
+/// The connections of a disk to its NBD server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct ConnectionsInfo {
+    /// How many workers have a connection of their own. A worker asks for it with its eighth
+    /// request.
+    pub own: u32,
+    /// How many workers have none, and send their requests by the connection that all share.
+    /// Commands count, too, while they use the disk.
+    pub sharing: u32,
+    /// Whether the connection that all share is there. Otherwise requests of workers without their
+    /// own wait or fail, as `reconnect-delay` says.
+    pub shared: bool,
+    /// Why workers share: what the server did at the last try for a further connection.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refused: Option<String>,
 }
 
 /// A worker in its present state.

@@ -43,6 +43,7 @@ const FILES: &[(&str, &str)] = &[
 /// The objects in lists and in `status --json`, in the order of the page.
 const OBJECTS: &[&str] = &[
     "DiskInfo",
+    "ConnectionsInfo",
     "BitmapInfo",
     "NetInfo",
     "NetCounters",

@@ -1,7 +1,7 @@
 //! A file on a server as the storage of an image: to open, check, repair and change qcow2 images.
 //!
-//! Requests are carried out by a thread with an io_uring of its own, by the same clients as those
-//! of workers. The caller waits for each with a limit, because a server may never answer. If it
+//! Requests are carried out by a thread with an io_uring of its own, by the connection that workers
+//! share. The caller waits for each with a limit, because a server may never answer. If it
 //! does not, the storage is of no more use. Its thread keeps the memory of the request, and ends
 //! when the server answers or its connection is lost. If the request writes, it may take effect at
 //! any time until then, so the whole file is of no more use: all other requests fail (`lost`), and
@@ -199,7 +199,7 @@ impl Storage for RemoteStorage {
 impl Drop for RemoteStorage {
     fn drop(&mut self) {
         drop(self.asks.take());
-        // Its connection is closed before the caller makes another one.
+        // Its requests have ended before the caller uses the file in another way.
         if let Some(thread) = self.thread.take().filter(|_| !self.lost.get()) {
             let _ = thread.join();
         }
@@ -211,7 +211,7 @@ fn serve(remote: &Remote, asked: &Receiver<Ask>, answer: &Sender<Answer>) {
     let uring = Uring::new().and_then(|uring| sandbox::ring_is_made().map(|()| uring));
     let Ok(mut uring) = uring else { return };
     let mut io = Box::<Io>::default();
-    let handle = remote.attach(&mut uring);
+    let handle = remote.attach_aside(&mut uring);
     let token = Token { index: 0, generation: 0, slot: 0, op: 0 };
     while let Ok(mut ask) = asked.recv() {
         io.reset(ask.op, ask.offset, false);

@@ -8,26 +8,41 @@
 //! announced and has not arrived goes straight to guest memory, with the buffer behind it for the
 //! next headers.
 //!
+//! There is one that all workers share ([`One`](super::one::One)). A worker may have its own; while
+//! it has none, it passes its requests to the shared one ([`own`]).
+//!
 //! | state | requests |
 //! | --- | --- |
-//! | waiting | wait for a connection |
+//! | waiting (shared) | wait for a connection |
 //! | up | are sent |
-//! | draining | wait until the kernel has no bytes of them any more; then they wait or fail |
-//! | failed | fail at once, until there is a connection |
+//! | draining | wait until the kernel has no bytes of them any more. Then those of a worker are passed to the shared connection; those of the shared one wait or fail |
+//! | failed (shared) | fail at once, until there is a connection. The first ones of a queue wait |
+//! | sharing (own) | are passed to the shared connection |
+//! | handing over (own) | wait until it is given away, and are passed on then; those in flight are waited for |
+
+mod own;
+mod segments;
+#[cfg(test)]
+mod tests;
+
+#[cfg(test)]
+pub(super) use self::own::ASK_AFTER;
 
 use std::collections::VecDeque;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::nbd::{CommandKind, DISCONNECT, HEADER_BYTES_MAX, REQUEST_BYTES_MAX, Receiver, Settings};
+use ::nbd::{CommandKind, HEADER_BYTES_MAX, REQUEST_BYTES_MAX, Receiver, Settings};
 use io_uring::{opcode, squeue, types};
-use libc::{iovec, msghdr};
 use qcow2::Found;
+use rustix::fd::OwnedFd;
 use vshunt_engine::{ClientId, RingClient, Uring, UringFile, on_file};
 
+use self::segments::Segments;
 use super::Shared;
-use super::port::{Ask, Connected, Lost, Message, Port, Reason};
+use super::connector::Ask;
+use super::port::{Connected, Lost, Message, Port, Reason, say_goodbye};
 use super::table::{Dest, LONG_BYTES, Next, Start, Table};
 use crate::shared_client::SharedClient;
 
@@ -35,17 +50,15 @@ use crate::shared_client::SharedClient;
 const OP_EVENT: u8 = 1;
 const OP_SEND: u8 = 2;
 const OP_RECEIVE: u8 = 3;
+const OP_CANCEL: u8 = 4;
+const OP_PAUSE: u8 = 5;
 /// Most requests in one message.
 const BATCH: usize = 128;
-/// Most segments in one message (the kernel's UIO_MAXIOV).
-const SEGMENTS_MAX: usize = 1024;
 /// Bytes that are read at once into the buffer. They hold the replies of some ten short reads.
 const BUFFER_BYTES: usize = 64 << 10;
 /// The same while long reads are in flight, so that little of their data is copied.
 const BUFFER_BYTES_LONG: usize = 1 << 10;
 const _: () = assert!(BUFFER_BYTES_LONG > HEADER_BYTES_MAX && (BUFFER_BYTES_LONG as u64) < LONG_BYTES);
-
-const NO_SEGMENT: iovec = iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -53,59 +66,8 @@ enum State {
     Up,
     Draining,
     Failed,
-}
-
-/// Segments of a message that the kernel sends or fills.
-struct Segments {
-    all: Box<[iovec]>,
-    count: usize,
-    bytes: u64,
-    header: Box<msghdr>,
-}
-
-impl Segments {
-    fn new() -> Self {
-        // SAFETY: the structure consists of integers and pointers, and zeroes are valid for it.
-        let header = unsafe { std::mem::zeroed() };
-        let all = vec![NO_SEGMENT; SEGMENTS_MAX].into_boxed_slice();
-        Self { all, count: 0, bytes: 0, header: Box::new(header) }
-    }
-
-    fn clear(&mut self) {
-        (self.count, self.bytes) = (0, 0);
-    }
-
-    fn room(&self) -> usize {
-        self.all.len() - self.count
-    }
-
-    /// Adds a segment, as a part of the last one if it follows it. Returns false if there is no
-    /// room.
-    #[inline]
-    fn push(&mut self, ptr: *mut u8, len: usize) -> bool {
-        if self.count > 0 {
-            let last = &mut self.all[self.count - 1];
-            if last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == ptr {
-                last.iov_len += len;
-                self.bytes += len as u64;
-                return true;
-            }
-        }
-        if self.room() == 0 {
-            return false;
-        }
-        self.all[self.count] = iovec { iov_base: ptr.cast(), iov_len: len };
-        self.count += 1;
-        self.bytes += len as u64;
-        true
-    }
-
-    /// Returns the header of a message with the segments from `first` on.
-    fn message(&mut self, first: usize) -> *mut msghdr {
-        self.header.msg_iov = self.all[first..self.count].as_mut_ptr();
-        self.header.msg_iovlen = (self.count - first) as _;
-        &raw mut *self.header
-    }
+    Sharing,
+    HandingOver,
 }
 
 /// The sending side.
@@ -133,22 +95,33 @@ struct Reader {
     segments: Segments,
     receiver: Receiver,
     busy: bool,
+    /// The read in flight is to end: a cancel of it, or a pause before the next cancel, is in
+    /// flight.
+    stops: bool,
 }
 
 /// A connection. It belongs to one ring.
 pub(super) struct Conn {
     shared: Arc<Shared>,
-    port: Arc<Port>,
+    /// None: it has no connection, and waits for none.
+    port: Option<Arc<Port>>,
+    /// It is for one worker. Otherwise all workers share it.
+    own: bool,
+    /// Requests that a worker has passed on before it asked for a connection of its own.
+    passed: u32,
+    /// The ring is not a worker's.
+    aside: bool,
     /// Handles that use it.
     users: u32,
     state: State,
     table: Table,
     /// Requests that are to be sent, in order.
     waiting: VecDeque<u32>,
-    socket: Option<(Arc<dyn AsRawFd + Send + Sync>, UringFile)>,
+    socket: Option<(Arc<OwnedFd>, UringFile)>,
     settings: Settings,
     /// With TLS: where the reason is, once the connection has ended.
     ended: Option<Reason>,
+    /// Without buffers until there is a connection.
     sender: Sender,
     reader: Reader,
     /// A poll of the port is in flight.
@@ -159,6 +132,8 @@ pub(super) struct Conn {
     why: String,
     /// A reply has arrived on this connection.
     replied: bool,
+    /// The shared one: a connection that no worker needs, kept because this one ends.
+    spare: Option<Connected>,
     /// Answers to [`Op::Seek`](crate::Op::Seek) that their queues have not taken: packed tokens.
     found: Vec<(u64, Found)>,
     messages: Vec<Message>,
@@ -171,12 +146,16 @@ unsafe impl Send for Conn {}
 impl SharedClient for Conn {
     type Disk = Shared;
 
-    /// If no eventfd can be made, its requests fail.
+    /// Without an eventfd it passes all its requests on.
     fn add(shared: &Arc<Shared>, uring: &mut Uring) -> ClientId {
-        match Port::new() {
-            Ok(port) => Self::add_with(shared, uring, Arc::new(port)),
-            Err(_) => Self::insert(shared, uring, None),
+        let port = if shared.connector.several { Port::new().ok().map(Arc::new) } else { None };
+        shared.connector.join();
+        let listens = port.is_some();
+        let id = uring.add_client(Box::new(Self::new(shared, port, State::Sharing)));
+        if listens {
+            uring.submit_client(id);
         }
+        id
     }
 
     fn disk(&self) -> &Arc<Shared> {
@@ -188,39 +167,49 @@ impl SharedClient for Conn {
     }
 }
 
-impl Conn {
-    /// Adds a connection with this port to a ring.
-    pub(super) fn add_with(shared: &Arc<Shared>, uring: &mut Uring, port: Arc<Port>) -> ClientId {
-        let id = Self::insert(shared, uring, Some(port.clone()));
-        uring.submit_client(id);
-        let until = shared.connector.first_until();
-        shared.connector.ask(Ask { port, until: Some(until), lost: None });
-        id
+impl Sender {
+    /// Without buffers.
+    fn empty() -> Self {
+        let (headers, segments) = (Box::default(), Segments::empty());
+        Self { headers, segments, first: 0, batch: Vec::new(), partial: None, busy: false }
     }
 
-    fn insert(shared: &Arc<Shared>, uring: &mut Uring, port: Option<Arc<Port>>) -> ClientId {
-        let state = if port.is_some() { State::Waiting } else { State::Failed };
+    fn new() -> Self {
+        let headers = vec![0; BATCH * REQUEST_BYTES_MAX].into_boxed_slice();
+        Self { headers, segments: Segments::new(), batch: Vec::with_capacity(BATCH + 1), ..Self::empty() }
+    }
+}
+
+impl Reader {
+    /// Without buffers.
+    fn empty(settings: &Settings) -> Self {
+        let receiver = Receiver::new(settings.headers, settings.allocation);
+        let (buffer, segments) = (Box::default(), Segments::empty());
+        Self { buffer, start: 0, end: 0, direct: 0, segments, receiver, busy: false, stops: false }
+    }
+
+    fn new(settings: &Settings) -> Self {
+        let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
+        Self { buffer, segments: Segments::new(), ..Self::empty(settings) }
+    }
+}
+
+impl Conn {
+    /// Adds the shared connection to a ring. The first socket is in its port already.
+    pub(super) fn add_common(shared: &Arc<Shared>, uring: &mut Uring) {
+        let conn = Self::new(shared, Some(shared.common.clone()), State::Waiting);
+        let id = uring.add_client(Box::new(conn));
+        uring.submit_client(id);
+    }
+
+    fn new(shared: &Arc<Shared>, port: Option<Arc<Port>>, state: State) -> Self {
         let settings = shared.settings;
-        let sender = Sender {
-            headers: vec![0; BATCH * REQUEST_BYTES_MAX].into_boxed_slice(),
-            segments: Segments::new(),
-            first: 0,
-            batch: Vec::with_capacity(BATCH + 1),
-            partial: None,
-            busy: false,
-        };
-        let reader = Reader {
-            buffer: vec![0; BUFFER_BYTES].into_boxed_slice(),
-            start: 0,
-            end: 0,
-            direct: 0,
-            segments: Segments::new(),
-            receiver: Receiver::new(settings.headers, settings.allocation),
-            busy: false,
-        };
-        uring.add_client(Box::new(Self {
+        Self {
             shared: shared.clone(),
-            port: port.unwrap_or_else(|| shared.connector.no_port()),
+            port,
+            own: state == State::Sharing,
+            passed: 0,
+            aside: false,
             users: 0,
             state,
             table: Table::new(),
@@ -228,34 +217,40 @@ impl Conn {
             socket: None,
             settings,
             ended: None,
-            sender,
-            reader,
+            sender: Sender::empty(),
+            reader: Reader::empty(&settings),
             listens: false,
             leaves: false,
             why: String::new(),
             replied: false,
+            spare: None,
             found: Vec::new(),
             messages: Vec::new(),
-        }))
+        }
     }
 
     /// Takes a request. Its result arrives as a completion.
     #[inline]
     pub(super) fn start(&mut self, uring: &mut Uring, id: ClientId, start: Start) {
+        if self.own && !self.carries() {
+            return self.pass_first(uring, start);
+        }
         let at = self.table.add(start);
-        if self.state == State::Failed {
+        if self.state == State::Failed && !self.waits_still(at) {
             return self.finish(uring, at, -libc::EIO);
         }
         self.waiting.push_back(at);
+        if self.state == State::Failed {
+            self.wait_for_first();
+        }
         if self.state == State::Up && !self.sender.busy {
             uring.submit_client(id);
         }
     }
 
-    /// Removes and returns the answer to a request for the state of a range.
-    pub(super) fn take_found(&mut self, token: u64) -> Option<Found> {
-        let at = self.found.iter().position(|(of, _)| *of == token)?;
-        Some(self.found.swap_remove(at).1)
+    /// Returns whether the connection is of use.
+    fn carries(&self) -> bool {
+        matches!(self.state, State::Up | State::HandingOver)
     }
 
     #[inline]
@@ -271,42 +266,73 @@ impl Conn {
             }
             Dest::Ring { ring, token } => {
                 if let Some(found) = found {
-                    self.port.put_found(ring, token, found);
+                    self.shared.common.put_found(ring, token, found);
                 }
                 uring.wake_with(ring, token, res);
             }
         }
     }
 
-    fn fail_all(&mut self, uring: &mut Uring) {
-        while let Some(at) = self.waiting.pop_front() {
-            self.finish(uring, at, -libc::EIO);
+    /// Returns whether a request waits for a lost connection even if others fail.
+    fn waits_still(&self, at: u32) -> bool {
+        self.table.first_until(at).is_some_and(|until| until > Instant::now())
+    }
+
+    /// Returns until when the first of those requests waits. It may be over by now.
+    fn first_wait(&self) -> Option<Instant> {
+        self.waiting.iter().filter_map(|at| self.table.first_until(*at)).min()
+    }
+
+    /// Lets the connector tell when the time of the first of them is over.
+    fn wait_for_first(&self) {
+        if let Some(until) = self.first_wait() {
+            self.shared.connector.wait_until(until);
         }
     }
 
-    /// Fails the requests that were in flight on a connection that was lost at `time` or before.
+    /// Fails requests that wait for a lost connection, except those that [wait
+    /// still](Self::waits_still).
+    fn fail_others(&mut self, uring: &mut Uring) {
+        let waiting = std::mem::take(&mut self.waiting);
+        for at in waiting {
+            match self.waits_still(at) {
+                true => self.waiting.push_back(at),
+                false => self.finish(uring, at, -libc::EIO),
+            }
+        }
+    }
+
+    /// Fails the requests that were in flight on a connection that was lost at `time` or before,
+    /// except those that [wait still](Self::waits_still).
     fn fail_lost(&mut self, uring: &mut Uring, time: Instant) {
-        let (failed, left) =
-            self.waiting.drain(..).partition::<Vec<_>, _>(|at| self.table.was_lost_by(*at, time));
-        self.waiting.extend(left);
-        for at in failed {
-            self.finish(uring, at, -libc::EIO);
+        let waiting = std::mem::take(&mut self.waiting);
+        for at in waiting {
+            match self.table.was_lost_by(at, time) && !self.waits_still(at) {
+                true => self.finish(uring, at, -libc::EIO),
+                false => self.waiting.push_back(at),
+            }
         }
     }
 
     /// Handles the messages of the port.
     fn read_messages(&mut self, uring: &mut Uring, id: ClientId) {
         let mut messages = std::mem::take(&mut self.messages);
-        self.port.take(&mut messages);
+        if let Some(port) = &self.port {
+            port.take(&mut messages);
+        }
         for message in messages.drain(..) {
             match message {
                 Message::Connected(connected) => self.up(uring, id, connected),
-                Message::Expired if self.state == State::Waiting => {
+                Message::Expired if matches!(self.state, State::Waiting | State::Failed) => {
                     self.state = State::Failed;
-                    self.fail_all(uring);
+                    self.fail_others(uring);
+                    self.wait_for_first();
                 }
                 Message::Expired => {}
                 Message::Request(start) => self.start(uring, id, start),
+                Message::Spare(connected) => self.take_spare(connected),
+                Message::HandOver => self.begin_hand_over(uring, id),
+                Message::Keep => self.keep(uring, id),
             }
         }
         self.messages = messages;
@@ -314,18 +340,24 @@ impl Conn {
 
     /// Uses a new connection.
     fn up(&mut self, uring: &mut Uring, id: ClientId, connected: Connected) {
-        if self.leaves || !matches!(self.state, State::Waiting | State::Failed) {
-            return;
+        if self.leaves || !matches!(self.state, State::Waiting | State::Failed | State::Sharing) {
+            return self.offer(connected);
         }
-        let file: Arc<dyn AsRawFd + Send + Sync> = Arc::new(connected.socket);
-        let registered = uring.register_file(&file);
-        self.socket = Some((file, registered));
+        let file = Arc::new(connected.socket);
+        let registered: Arc<dyn AsRawFd + Send + Sync> = file.clone();
+        self.socket = Some((file, uring.register_file(&registered)));
         self.settings = connected.settings;
         self.ended = connected.ended;
+        if self.reader.buffer.is_empty() {
+            (self.sender, self.reader) = (Sender::new(), Reader::new(&self.settings));
+        }
         self.reader.receiver = Receiver::new(self.settings.headers, self.settings.allocation);
         (self.reader.start, self.reader.end) = (0, 0);
         self.sender.partial = None;
-        self.replied = false;
+        self.replied = connected.replied;
+        if !self.own && !self.replied {
+            self.shared.answered.clear();
+        }
         self.state = State::Up;
         self.receive(uring, id);
         uring.submit_client(id);
@@ -334,7 +366,7 @@ impl Conn {
     /// Ends a connection that is of no more use. Its requests stay until the kernel has no bytes of
     /// them.
     fn lost(&mut self, uring: &mut Uring, why: String) {
-        if self.state != State::Up {
+        if !self.carries() {
             return;
         }
         self.state = State::Draining;
@@ -366,19 +398,23 @@ impl Conn {
         }
         self.sender.partial = None;
         self.sender.batch.clear();
+        self.reader.stops = false;
         let now = Instant::now();
         let delay = Duration::from_millis(self.shared.reconnect_ms);
+        if !self.leaves {
+            self.shared.unflushed.forget();
+        }
+        if self.own {
+            return self.settle_own(uring, now, delay);
+        }
         let until = match self.table.lost_first() {
             // The server may have ended long ago, while nothing was asked of it.
-            None if !self.replied => self.shared.connector.first_until(),
+            None if !self.shared.answered.is_set() => self.shared.connector.first_until(),
             // Replies have arrived since then: this is another loss.
             Some(_) if self.replied => now + delay,
             since => since.unwrap_or(now) + delay,
         };
         self.table.again(&mut self.waiting, &self.settings, now);
-        if !self.leaves {
-            self.shared.unflushed.forget();
-        }
         // A request with which each connection ends must not be sent for ever.
         if let Some(before) = now.checked_sub(delay) {
             self.fail_lost(uring, before.min(now - Duration::from_nanos(1)));
@@ -386,17 +422,22 @@ impl Conn {
         let waits = until > now;
         self.state = if waits { State::Waiting } else { State::Failed };
         if !waits {
-            self.fail_all(uring);
+            self.fail_others(uring);
         }
-        if !self.leaves {
-            let lost = Some(Lost { why: std::mem::take(&mut self.why), replied: self.replied });
-            self.shared.connector.ask(Ask { port: self.port.clone(), until: waits.then_some(until), lost });
+        let until = if waits { Some(until) } else { self.first_wait() };
+        if let Some(port) = self.port.clone().filter(|_| !self.leaves) {
+            let why = std::mem::take(&mut self.why);
+            let lost = Lost { why, replied: self.replied };
+            self.shared.connector.lost(Ask { port, until, tried: false }, lost);
+            if let Some(spare) = self.spare.take() {
+                self.offer(spare);
+            }
         }
     }
 
     /// Makes a message of the requests that wait.
     fn gather(&mut self) {
-        let Self { sender, table, waiting, settings, shared, .. } = self;
+        let Self { sender, table, waiting, settings, shared, state, .. } = self;
         let Sender { headers, segments, first, batch, partial, .. } = sender;
         segments.clear();
         batch.clear();
@@ -406,7 +447,8 @@ impl Conn {
             batch.push(at);
             *partial = payload(segments, table, shared, settings, at, from);
         }
-        while partial.is_none() && batch.len() < BATCH && segments.room() > 2 {
+        let takes = *state == State::Up;
+        while takes && partial.is_none() && batch.len() < BATCH && segments.room() > 2 {
             let Some(at) = waiting.pop_front() else { break };
             let (command, bytes) = table.command(at, settings, &shared.unflushed);
             batch.push(at);
@@ -439,7 +481,7 @@ impl Conn {
 
     fn sent(&mut self, uring: &mut Uring, id: ClientId, res: i32) {
         self.sender.busy = false;
-        if self.state != State::Up {
+        if !self.carries() {
             return self.settle(uring);
         }
         let Ok(mut bytes) = u64::try_from(res) else {
@@ -471,13 +513,14 @@ impl Conn {
         if partial.is_some() || !self.waiting.is_empty() {
             uring.submit_client(id);
         }
+        self.continue_hand_over(uring, id);
     }
 
     /// Starts the next read.
     fn receive(&mut self, uring: &mut Uring, id: ClientId) {
         let Some((_, file)) = &self.socket else { return };
         let reader = &mut self.reader;
-        if reader.busy || self.state != State::Up {
+        if reader.busy || !matches!(self.state, State::Up | State::HandingOver) {
             return;
         }
         if reader.start > 0 {
@@ -516,13 +559,18 @@ impl Conn {
     }
 
     fn received(&mut self, uring: &mut Uring, id: ClientId, res: i32) {
-        self.reader.busy = false;
-        if self.state != State::Up {
+        (self.reader.busy, self.reader.stops) = (false, false);
+        if !self.carries() {
             return self.settle(uring);
         }
         let bytes = match u64::try_from(res) {
             Ok(0) => return self.broken(uring, "the server closed it".to_owned()),
             Ok(bytes) => bytes,
+            // It has taken no bytes: a cancel has ended it, perhaps while a thread of io-wq was in
+            // it.
+            Err(_) if matches!(-res, libc::ECANCELED | libc::EINTR | libc::EAGAIN) => {
+                return self.read_on(uring, id);
+            }
             Err(_) => return self.broken(uring, std::io::Error::from_raw_os_error(-res).to_string()),
         };
         let reader = &mut self.reader;
@@ -538,9 +586,17 @@ impl Conn {
             }
         }
         self.end(uring);
-        self.receive(uring, id);
-        if !self.waiting.is_empty() && !self.sender.busy {
+        self.read_on(uring, id);
+        if self.state == State::Up && !self.waiting.is_empty() && !self.sender.busy {
             uring.submit_client(id);
+        }
+    }
+
+    /// Continues after a read.
+    fn read_on(&mut self, uring: &mut Uring, id: ClientId) {
+        match self.state {
+            State::HandingOver => self.continue_hand_over(uring, id),
+            _ => self.receive(uring, id),
         }
     }
 
@@ -548,15 +604,16 @@ impl Conn {
     #[inline]
     fn end(&mut self, uring: &mut Uring) {
         while let Some(at) = self.table.ended.pop() {
-            match self.table.after(at, &self.settings, &self.shared.unflushed) {
-                Next::Done(res) => {
-                    self.replied = true;
-                    self.finish(uring, at, res);
+            let next = self.table.after(at, &self.settings, &self.shared.unflushed);
+            if !matches!(next, Next::Again) {
+                self.replied = true;
+                if !self.shared.answered.is_set() {
+                    self.shared.answered.set();
                 }
-                Next::Send => {
-                    self.replied = true;
-                    self.waiting.push_back(at);
-                }
+            }
+            match next {
+                Next::Done(res) => self.finish(uring, at, res),
+                Next::Send => self.waiting.push_back(at),
                 Next::Again => return self.lost(uring, "the server says that it ends".to_owned()),
             }
         }
@@ -587,14 +644,14 @@ fn payload(
 
 impl RingClient for Conn {
     fn submit(&mut self, uring: &mut Uring, id: ClientId) {
-        if !self.listens && !self.leaves {
+        if let Some(port) = self.port.as_ref().filter(|_| !self.listens && !self.leaves) {
             self.listens = true;
-            let poll = opcode::PollAdd::new(types::Fd(self.port.fd()), libc::POLLIN as u32).multi(true);
+            let poll = opcode::PollAdd::new(types::Fd(port.fd()), libc::POLLIN as u32).multi(true);
             let entry: squeue::Entry = poll.build();
             // SAFETY: a poll names no memory.
             unsafe { uring.push_for_client(entry, id, OP_EVENT) };
         }
-        if self.state == State::Up && !self.sender.busy {
+        if self.carries() && !self.sender.busy {
             self.gather();
             if self.sender.segments.bytes > 0 {
                 self.send(uring, id);
@@ -606,6 +663,8 @@ impl RingClient for Conn {
         match op {
             OP_SEND => self.sent(uring, id, result),
             OP_RECEIVE => self.received(uring, id, result),
+            OP_CANCEL => self.cancelled(uring, id, result),
+            OP_PAUSE => self.cancel_again(uring, id),
             _ => {
                 if !more {
                     self.listens = false;
@@ -619,20 +678,24 @@ impl RingClient for Conn {
     }
 
     fn leave(&mut self, uring: &mut Uring, id: ClientId) {
-        self.leaves = true;
-        self.port.gone.set();
+        // A ring that is dropped asks again.
+        if std::mem::replace(&mut self.leaves, true) {
+            return;
+        }
+        if let Some(port) = &self.port {
+            port.gone.set();
+        }
         if self.listens {
             uring.cancel_for_client(id, OP_EVENT);
+        }
+        if self.own && self.leave_own(uring, id) {
+            return;
         }
         if self.state != State::Up {
             return;
         }
         if let Some((file, _)) = self.socket.as_ref().filter(|_| !self.sender.busy) {
-            let mut header = [0; REQUEST_BYTES_MAX];
-            let len = DISCONNECT.encode(self.settings.headers, &mut header);
-            let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-            // SAFETY: the call reads the header, which is on this stack, before it returns.
-            unsafe { libc::send(file.as_raw_fd(), header.as_ptr().cast(), len, flags) };
+            say_goodbye(file, &self.settings);
         }
         self.state = State::Draining;
         self.shut_down();

@@ -9,17 +9,21 @@ use std::time::{Duration, Instant};
 use ::nbd::transmission_flag::{CAN_MULTI_CONN, READ_ONLY, SEND_FLUSH, SEND_FUA, SEND_TRIM};
 use ::nbd::{Server, Settings, Uri};
 use rustix::mm::ProtFlags;
+use vshunt_engine::EventFd;
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 use vshunt_types::error::{Error, Kind, Result};
 use vshunt_types::spec::{Cache, Direct, DiskSpec, Format};
 
-use super::connector::{Connector, Needs, Place, TRY};
+use super::connect::{Needs, Place, Target};
+use super::connector::{Connector, TRY};
 use super::in_use::InUse;
 use super::one::One;
+use super::port::{Connected, Port};
+use super::stream::Limit;
 use super::table::ZERO_BYTES;
 use super::tls::Tls;
 use super::unflushed::Unflushed;
-use super::{Nbd, Shared};
+use super::{Flag, Nbd, Shared};
 use crate::limits::{Limits, SECTOR_BYTES, why_no_size};
 use crate::memory::Mapping;
 
@@ -136,35 +140,48 @@ fn open_any(spec: &DiskSpec, locks: bool, examine: Examine) -> Result<(Nbd, u64,
     let reconnect = seconds(spec.reconnect_delay);
     let reconnect_ms = u64::try_from(reconnect.as_millis()).unwrap_or(u64::MAX);
     let cannot = |e| Error::io(format_args!("cannot connect disk {name}"), e);
-    let connector = Connector::new(name.clone(), shown.to_owned(), uri.export, place, tls, reconnect_ms);
-    let connector = Arc::new(connector.map_err(cannot)?);
-    let first = loop {
-        let end = Instant::now() + TRY;
-        match connector.connect(if until > Instant::now() { until.min(end) } else { end }) {
-            Ok(connected) => break connected,
-            Err(_) if Instant::now() + PAUSE < until => std::thread::sleep(PAUSE),
-            Err(why) => return Err(Error::new(Kind::Io, format!("disk {name}: {shown} {why}"))),
-        }
-    };
+    let target = Target { export: uri.export, place, tls };
+    let first =
+        connect(&target, until).map_err(|why| Error::new(Kind::Io, format!("disk {name}: {shown} {why}")))?;
     let settings = first.settings;
     let (size_bytes, limits, cache) = examine(spec, shown, &settings)?;
     let zeroes = Mapping::new(ZERO_BYTES as usize, ProtFlags::READ).map_err(cannot)?;
-    connector.start(Needs { readonly: spec.readonly, settings }, first).map_err(cannot)?;
-    let unflushed = Unflushed::new(&settings, spec.readonly, cache);
+    let several = settings.has(CAN_MULTI_CONN);
+    let names = (name.clone(), shown.to_owned());
+    let connector = Arc::new(Connector::new(names, target, reconnect_ms, several).map_err(cannot)?);
     let shared = Arc::new(Shared {
-        connector,
+        connector: connector.clone(),
+        common: Arc::new(Port::new().map_err(cannot)?),
+        answered: Flag::default(),
         settings,
         readonly: spec.readonly,
         cache,
         reconnect_ms,
         zeroes,
-        unflushed,
+        unflushed: Unflushed::new(&settings, spec.readonly, cache),
     });
-    let mut nbd = Nbd { shared, one: None, _in_use: in_use };
-    if !settings.has(CAN_MULTI_CONN) {
-        nbd.one = Some(One::start(&nbd.shared)?);
-    }
+    let one = One::start(&shared, first)?;
+    // Its end ends the threads, also if the next call fails.
+    let nbd = Nbd { shared, _one: one, _in_use: in_use };
+    connector.start(Needs { readonly: spec.readonly, settings }).map_err(cannot)?;
     Ok((nbd, size_bytes, limits))
+}
+
+/// Makes the first connection. Tries until `until`, and once at least.
+///
+/// # Errors
+/// A clause about the server.
+fn connect(target: &Target, until: Instant) -> std::result::Result<Connected, String> {
+    // Nothing interrupts it.
+    let interrupt = EventFd::make().map_err(|e| format!("cannot be connected: {e}"))?;
+    loop {
+        let end = Instant::now() + TRY;
+        let limit = if until > Instant::now() { until.min(end) } else { end };
+        match target.connect(Limit { until: limit, interrupt: &interrupt }) {
+            Err(_) if Instant::now() + PAUSE < until => std::thread::sleep(PAUSE),
+            tried => return tried,
+        }
+    }
 }
 
 /// Looks a host up. The names of a disk are looked up once: connections that are made later use the

@@ -1,9 +1,9 @@
 //! Messages to the thread that has a connection.
 
+use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Instant;
 
-use ::nbd::Settings;
+use ::nbd::{DISCONNECT, REQUEST_BYTES_MAX, Settings};
 use qcow2::Found;
 use rustix::fd::OwnedFd;
 use vshunt_engine::EventFd;
@@ -20,18 +20,44 @@ pub(super) struct Connected {
     /// It blocks: an io_uring waits for it by itself.
     pub(super) socket: OwnedFd,
     pub(super) settings: Settings,
+    /// The server has answered a request on it: another thread had it before.
+    pub(super) replied: bool,
     /// With TLS: where the reason is, once it has ended.
     pub(super) ended: Option<Reason>,
+}
+
+impl Connected {
+    /// Ends a connection on which nothing is in flight.
+    pub(super) fn end(self) {
+        say_goodbye(&self.socket, &self.settings);
+        // SAFETY: the call takes no memory; the descriptor is open.
+        unsafe { libc::shutdown(self.socket.as_raw_fd(), libc::SHUT_RDWR) };
+    }
+}
+
+/// Tells the server that the client leaves, if there is room for that.
+pub(super) fn say_goodbye(socket: &OwnedFd, settings: &Settings) {
+    let mut header = [0; REQUEST_BYTES_MAX];
+    let len = DISCONNECT.encode(settings.headers, &mut header);
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: the call reads the header, which is on this stack, before it returns.
+    unsafe { libc::send(socket.as_raw_fd(), header.as_ptr().cast(), len, flags) };
 }
 
 /// A message.
 pub(super) enum Message {
     /// There is a connection.
     Connected(Connected),
-    /// There is none yet, and the time for which requests wait is over.
+    /// To the shared connection: it is not there, and the time for which requests wait is over.
     Expired,
-    /// A request of another thread, for the only connection of a disk.
+    /// To the shared connection: a request of a worker.
     Request(Start),
+    /// To the shared connection: a connection that no worker needs.
+    Spare(Connected),
+    /// To a worker: the shared connection needs the worker's own.
+    HandOver,
+    /// To a worker: the shared connection needs it no more.
+    Keep,
 }
 
 /// What a connection waits for.
@@ -44,15 +70,6 @@ pub(super) struct Port {
     event: EventFd,
     /// The connection is of no more use.
     pub(super) gone: Flag,
-}
-
-/// A connection that is wanted.
-pub(super) struct Ask {
-    pub(super) port: Arc<Port>,
-    /// Until when requests wait. None: they have failed already.
-    pub(super) until: Option<Instant>,
-    /// The former connection. None: there was none.
-    pub(super) lost: Option<Lost>,
 }
 
 /// A connection that has ended.
@@ -93,7 +110,7 @@ impl Port {
         self.event.signal();
     }
 
-    /// Passes a request of another thread.
+    /// Passes a request to the shared connection.
     pub(super) fn pass(&self, start: Start) {
         self.send(Message::Request(start));
     }

@@ -45,6 +45,11 @@ pub(super) struct Start {
     pub(super) offset: u64,
     pub(super) len: u64,
     pub(super) iov: IoVecs,
+    /// When a connection was lost for the first time that the request was in flight on.
+    pub(super) lost_at: Option<Instant>,
+    /// Until then it waits for a lost connection even if others fail: it is among the first
+    /// requests of its queue. None: it is not.
+    pub(super) first_until: Option<Instant>,
 }
 
 /// The state of a slot.
@@ -72,8 +77,6 @@ pub(super) struct Slot {
     flushing: bool,
     /// What the flush that is under way covers ([`Unflushed`]).
     mark: u64,
-    /// When a connection was lost for the first time that the request was in flight on.
-    lost_at: Option<Instant>,
     /// Bytes of the request that are complete.
     done: u64,
     /// Bytes of the current piece, and those of them that have not arrived.
@@ -125,7 +128,6 @@ impl Table {
             replied: false,
             flushing: false,
             mark: 0,
-            lost_at: None,
             done: 0,
             piece: 0,
             left: 0,
@@ -155,6 +157,25 @@ impl Table {
         }
         self.free.push(at);
         (slot.start.dest, slot.found())
+    }
+
+    /// Removes a request that waits to be sent, for another connection, which begins it again.
+    pub(super) fn take(&mut self, at: u32) -> Start {
+        let start = &mut self.slots[at as usize].start;
+        let iov = std::mem::take(&mut start.iov);
+        let Start { dest, op, fua, flush_first, offset, len, lost_at, first_until, .. } = *start;
+        self.remove(at);
+        Start { dest, op, fua, flush_first, offset, len, iov, lost_at, first_until }
+    }
+
+    /// Returns the number of requests.
+    pub(super) fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// Returns until when a request waits for a lost connection even if others fail.
+    pub(super) fn first_until(&self, at: u32) -> Option<Instant> {
+        self.slots[at as usize].start.first_until
     }
 
     /// Returns the command for the next piece of a request, and the number of bytes of its payload.
@@ -219,7 +240,7 @@ impl Table {
         }
         match slot.errno {
             // The next command has a delay of its own, unless a loss begins the request again.
-            0 if !slot.start.fua || settings.has(transmission_flag::SEND_FUA) => slot.lost_at = None,
+            0 if !slot.start.fua || settings.has(transmission_flag::SEND_FUA) => slot.start.lost_at = None,
             0 => {}
             libc::ESHUTDOWN => return Next::Again,
             errno => return Next::Done(-errno),
@@ -264,7 +285,7 @@ impl Table {
                 slot.replied = false;
                 slot.errno = 0;
                 slot.extent = None;
-                slot.lost_at.get_or_insert(now);
+                slot.start.lost_at.get_or_insert(now);
                 waiting.push_front(at as u32);
             }
         }
@@ -273,12 +294,12 @@ impl Table {
     /// Returns when the first connection was lost that one of the requests was in flight on.
     pub(super) fn lost_first(&self) -> Option<Instant> {
         let used = self.slots.iter().filter(|slot| slot.state != State::Free);
-        used.filter_map(|slot| slot.lost_at).min()
+        used.filter_map(|slot| slot.start.lost_at).min()
     }
 
     /// Returns whether a request was in flight on a connection that was lost at `time` or before.
     pub(super) fn was_lost_by(&self, at: u32, time: Instant) -> bool {
-        self.slots[at as usize].lost_at.is_some_and(|lost_at| lost_at <= time)
+        self.slots[at as usize].start.lost_at.is_some_and(|lost_at| lost_at <= time)
     }
 
     /// Calls `f` for each piece of memory of a part of the current piece: `from` to its end, or

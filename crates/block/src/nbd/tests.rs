@@ -1,5 +1,8 @@
 //! Disks of a small server in this process, which notes what it is asked.
 
+mod fewer;
+
+use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -25,29 +28,46 @@ const ALL: u16 = HAS_FLAGS | SEND_FLUSH | SEND_FUA | SEND_TRIM | SEND_WRITE_ZERO
 
 /// What a server offers.
 #[derive(Clone, Copy)]
-struct Offer {
+pub(super) struct Offer {
     flags: u16,
     structured: bool,
     blocks: [u32; 3],
     /// The number of the command with which a connection ends, unanswered. 0: none does.
     ends_after: u32,
-    /// How many connections end so.
-    ends: u32,
+    /// The numbers of the connections that end so.
+    ends: (u32, u32),
     /// Reads are answered in chunks of 4 KiB, those of zeroes as holes, the last one first; and
     /// extents are longer than was asked.
     in_chunks: bool,
     /// The flags of extents that are not zero.
     data_flags: u32,
+    /// What it does to a connection that it does not give.
+    manner: Manner,
+    /// The number of the connection from which on the export has half its size. 0: none.
+    shrinks_at: u32,
 }
 
-const OFFER: Offer = Offer {
+/// What a server does to a connection that it does not give.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Manner {
+    /// It closes it.
+    Close,
+    /// It leaves it unanswered.
+    Silence,
+    /// It answers NBD_OPT_GO with that error.
+    Error(u32),
+}
+
+pub(super) const OFFER: Offer = Offer {
     flags: ALL,
     structured: true,
     blocks: [1, 4096, 1 << 20],
     ends_after: 0,
-    ends: u32::MAX,
+    ends: (1, u32::MAX),
     in_chunks: false,
     data_flags: 0,
+    manner: Manner::Close,
+    shrinks_at: 0,
 };
 
 /// Type, flags, offset and length of a command.
@@ -58,31 +78,55 @@ struct Notes {
     data: Vec<u8>,
     asked: Vec<Asked>,
     connections: u32,
+    /// The type of commands that it does not begin, nor anything behind them on their connection.
+    holds: Option<u16>,
 }
 
-struct Server {
+/// The connections of a server.
+struct Doors {
+    /// How many it gives at a time.
+    gives: usize,
+    /// Those that it has given, by their numbers, which begin with 1.
+    given: BTreeMap<u32, UnixStream>,
+    /// Those that it leaves unanswered.
+    silent: Vec<UnixStream>,
+}
+
+pub(super) struct Server {
     dir: tempfile::TempDir,
     notes: Arc<Mutex<Notes>>,
+    doors: Arc<Mutex<Doors>>,
 }
 
 impl Server {
-    fn new(offer: Offer) -> Self {
+    pub(super) fn new(offer: Offer) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("s")).unwrap();
         let data = (0..SIZE).map(|i| (i / 512 % 251 + 1) as u8).collect();
         let notes = Arc::new(Mutex::new(Notes { data, ..Notes::default() }));
-        let theirs = notes.clone();
+        let doors = Doors { gives: usize::MAX, given: BTreeMap::new(), silent: Vec::new() };
+        let doors = Arc::new(Mutex::new(doors));
+        let (theirs, their_doors) = (notes.clone(), doors.clone());
         std::thread::spawn(move || {
             for stream in listener.incoming() {
-                let (stream, notes) = (stream.unwrap(), theirs.clone());
+                let (stream, notes, doors) = (stream.unwrap(), theirs.clone(), their_doors.clone());
                 let mut seen = notes.locked();
                 seen.connections += 1;
-                let ends_after = if seen.connections <= offer.ends { offer.ends_after } else { 0 };
+                let number = seen.connections;
+                let ends_after =
+                    if number >= offer.ends.0 && number <= offer.ends.1 { offer.ends_after } else { 0 };
                 drop(seen);
-                std::thread::spawn(move || serve(stream, &notes, Offer { ends_after, ..offer }));
+                std::thread::spawn(move || {
+                    visit(stream, number, &notes, &doors, Offer { ends_after, ..offer })
+                });
             }
         });
-        Self { dir, notes }
+        Self { dir, notes, doors }
+    }
+
+    /// Ends a connection that it has given.
+    fn end(&self, number: u32) {
+        self.doors.locked().given[&number].shutdown(std::net::Shutdown::Both).unwrap();
     }
 
     fn spec(&self) -> DiskSpec {
@@ -90,7 +134,7 @@ impl Server {
         DiskSpec { name: "d".into(), uri: Some(uri), reconnect_delay: Some(60), ..DiskSpec::default() }
     }
 
-    fn open(&self) -> Rig {
+    pub(super) fn open(&self) -> Rig {
         Rig { disk: Disk::open(&self.spec()).unwrap(), uring: Uring::new().unwrap(), io: Io::default() }
     }
 
@@ -104,6 +148,24 @@ fn number<const N: usize>(stream: &mut UnixStream) -> io::Result<u64> {
     let mut bytes = [0; 8];
     stream.read_exact(&mut bytes[8 - N..])?;
     Ok(u64::from_be_bytes(bytes))
+}
+
+/// Serves a connection if it is given.
+fn visit(stream: UnixStream, number: u32, notes: &Mutex<Notes>, doors: &Mutex<Doors>, offer: Offer) {
+    let mut all = doors.locked();
+    let gives = all.given.len() < all.gives;
+    match offer.manner {
+        _ if gives => _ = all.given.insert(number, stream.try_clone().unwrap()),
+        Manner::Close => return,
+        Manner::Silence => return all.silent.push(stream),
+        Manner::Error(_) => {}
+    }
+    drop(all);
+    let manner = if gives { Manner::Close } else { offer.manner };
+    let shrinks_at = u32::from(offer.shrinks_at != 0 && number >= offer.shrinks_at);
+    // The client may end it at any time.
+    let _ = serve(stream, notes, Offer { manner, shrinks_at, ..offer });
+    doors.locked().given.remove(&number);
 }
 
 fn serve(mut s: UnixStream, notes: &Mutex<Notes>, offer: Offer) -> io::Result<()> {
@@ -125,7 +187,11 @@ fn serve(mut s: UnixStream, notes: &Mutex<Notes>, offer: Offer) -> io::Result<()
                 reply(1, &[])?;
             }
             7 => {
-                let size = (SIZE as u64).to_be_bytes();
+                if let Manner::Error(kind) = offer.manner {
+                    reply(1 << 31 | kind, b"no more")?;
+                    return Ok(());
+                }
+                let size = (SIZE as u64 >> offer.shrinks_at).to_be_bytes();
                 reply(3, &[&[0, 0][..], &size, &offer.flags.to_be_bytes()].concat())?;
                 reply(3, &[&[0, 3][..], &offer.blocks.map(u32::to_be_bytes).concat()].concat())?;
                 reply(1, &[])?;
@@ -145,7 +211,14 @@ fn serve(mut s: UnixStream, notes: &Mutex<Notes>, offer: Offer) -> io::Result<()
         let range = offset as usize..offset as usize + len as usize;
         let mut payload = vec![0; if kind == 1 { len as usize } else { 0 }];
         s.read_exact(&mut payload)?;
-        let mut notes = notes.locked();
+        let mut notes = loop {
+            let notes = notes.locked();
+            if notes.holds != Some(kind) {
+                break notes;
+            }
+            drop(notes);
+            std::thread::sleep(Duration::from_millis(1));
+        };
         notes.asked.push((kind, flags, offset, len));
         match kind {
             1 => notes.data[range.clone()].copy_from_slice(&payload),
@@ -191,8 +264,8 @@ fn serve(mut s: UnixStream, notes: &Mutex<Notes>, offer: Offer) -> io::Result<()
     Ok(())
 }
 
-struct Rig {
-    disk: Arc<Disk>,
+pub(super) struct Rig {
+    pub(super) disk: Arc<Disk>,
     uring: Uring,
     io: Io,
 }
@@ -231,12 +304,15 @@ impl Rig {
 }
 
 /// Servers with several connections and with one, with chunks and without.
-fn each(test: impl Fn(Offer)) {
-    for structured in [true, false] {
-        for flags in [ALL, ALL & !CAN_MULTI_CONN] {
-            test(Offer { flags, structured, ..OFFER });
+fn each(test: impl Fn(Offer) + Sync) {
+    std::thread::scope(|scope| {
+        for (structured, flags) in
+            [true, false].into_iter().flat_map(|s| [(s, ALL), (s, ALL & !CAN_MULTI_CONN)])
+        {
+            let test = &test;
+            scope.spawn(move || test(Offer { flags, structured, ..OFFER }));
         }
-    }
+    });
 }
 
 #[test]
@@ -335,15 +411,16 @@ fn extents_that_are_longer_than_the_question_are_cut() {
 
 #[test]
 fn read_only_servers_do_not_take_several_connections_because_of_that() {
-    for (one, connections) in [(0, 1), (CAN_MULTI_CONN, 2)] {
+    for (one, connections) in [(0, 1), (CAN_MULTI_CONN, 3)] {
         let server = Server::new(Offer { flags: HAS_FLAGS | READ_ONLY | one, ..OFFER });
         let disk = Disk::open(&DiskSpec { readonly: true, ..server.spec() }).unwrap();
         let mut rig = Rig { disk: disk.clone(), uring: Uring::new().unwrap(), io: Io::default() };
         let mut other = Rig { disk, uring: Uring::new().unwrap(), io: Io::default() };
         let handles = [rig.disk.attach(&mut rig.uring), other.disk.attach(&mut other.uring)];
-        rig.run(Op::Read, 0, 512, false, 0).unwrap();
-        other.run(Op::Read, 0, 512, false, 0).unwrap();
-        assert_eq!(server.notes.locked().connections, connections);
+        rig.ask();
+        other.ask();
+        // A server that allows several is asked for one by each.
+        soon(|| server.notes.locked().connections == connections);
         let [first, second] = handles;
         first.detach(&mut rig.uring);
         second.detach(&mut other.uring);
@@ -437,7 +514,7 @@ fn a_write_that_a_flush_makes_stable_is_sent_again_with_it() {
         let offer = Offer { flags: HAS_FLAGS | SEND_FLUSH | one, blocks: [1, 4096, 4096], ..OFFER };
         // The first connection ends with the flush, or with the second of two pieces.
         for (len, ends_after, again) in [(4096, 2, vec![1, 3]), (8192, 2, vec![1, 1, 3])] {
-            let server = Server::new(Offer { ends_after, ends: 1, ..offer });
+            let server = Server::new(Offer { ends_after, ends: (1, 1), ..offer });
             let mut rig = server.open();
             rig.run(Op::Write, 0, len, true, 9).unwrap();
             let asked: Vec<_> = server.asked().iter().map(|a| a.0).collect();
@@ -481,10 +558,15 @@ fn handles_of_a_ring_share_a_connection_that_ends_with_the_last_one() {
     let server = Server::new(OFFER);
     let mut rig = server.open();
     let handles: Vec<_> = (0..3).map(|_| rig.disk.attach(&mut rig.uring)).collect();
+    rig.ask();
+    soon(|| rig.disk.connections().unwrap().own == 1);
     rig.run(Op::Read, 0, 512, false, 0).unwrap();
-    assert_eq!(server.notes.locked().connections, 1, "the one of the open");
+    // The other one is that of the open.
+    assert_eq!(server.notes.locked().connections, 2);
     handles.into_iter().for_each(|handle| handle.detach(&mut rig.uring));
+    assert_eq!(rig.disk.connections().unwrap().own, 0);
     rig.run(Op::Read, 0, 512, false, 0).unwrap();
+    soon(|| server.doors.locked().given.len() == 1);
     assert_eq!(server.notes.locked().connections, 2);
 }
 

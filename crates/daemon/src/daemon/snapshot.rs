@@ -184,6 +184,7 @@ impl Daemon {
             size_bytes: waiting.size_bytes,
             direct_in_use: false,
             path: "none".to_owned(),
+            connections: None,
             exports: Vec::new(),
             job: None,
             bitmaps: Vec::new(),

@@ -208,6 +208,15 @@ impl Uring {
         self.cancel(client_token(id, op));
     }
 
+    /// Tries to end the operation `op` of a client. The try has a completion of its own, as
+    /// operation `as_op` of the client: 0, or `-ENOENT` or `-EALREADY` if the operation may not end
+    /// by it. Then `op` has completed, or is at work at this moment.
+    pub fn try_cancel_for_client(&mut self, id: ClientId, op: u8, as_op: u8) {
+        let entry = opcode::AsyncCancel::new(client_token(id, op).pack()).build();
+        // SAFETY: such an entry names no memory.
+        unsafe { self.push_for_client(entry, id, as_op) };
+    }
+
     /// Completes, with `result`, an operation that waits on another ring, as [`wake`](Self::wake)
     /// does with 0.
     pub fn wake_with(&mut self, id: u64, token: u64, result: i32) {

@@ -1,5 +1,6 @@
 //! Tables for users: columns two spaces apart, numbers aligned to the right.
 
+mod connections;
 mod idle;
 mod latency;
 mod queues;
@@ -13,6 +14,7 @@ use vshunt_types::spec::{
     NetKind, PortState, ResizeDecision, ResizeOutcome, Transport, WorkerInfo, WorkerKind, cpu_list,
 };
 
+pub(crate) use self::connections::connections;
 pub(crate) use self::idle::ranges;
 pub(crate) use self::latency::{latencies, time};
 pub(crate) use self::queues::{drops, queues};

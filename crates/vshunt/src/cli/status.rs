@@ -6,7 +6,7 @@ mod watch;
 use std::path::PathBuf;
 
 use serde_json::Value;
-use vshunt_types::spec::WorkerInfo;
+use vshunt_types::spec::{DiskInfo, WorkerInfo};
 
 use self::lists::Lists;
 use super::args::status::StatusArgs;
@@ -52,14 +52,16 @@ impl Report {
     }
 
     fn tables(&mut self, lists: Lists, sandbox: Value) -> Outcome<String> {
-        let [disks, nets, jobs] = [&lists.disks, &lists.nets, &lists.jobs].map(|list| !list.is_empty());
+        let [nets, jobs] = [&lists.nets, &lists.jobs].map(|list| !list.is_empty());
+        let disks: Vec<DiskInfo> = lists::typed(lists.disks)?;
         let exports = lists::typed(lists.exports)?;
         let queues = lists::typed(lists.queues)?;
         let workers: Vec<WorkerInfo> = lists::typed(lists.workers)?;
         let lately = workers.iter().map(|w| since(&self.before, w)).collect::<Vec<_>>();
         // Tables without rows are left out.
         let tables = [
-            disks.then(|| lists::typed(lists.disks).map(|d| show::disks(&d))).transpose()?,
+            (!disks.is_empty()).then(|| show::disks(&disks)),
+            show::connections(&disks),
             nets.then(|| lists::typed(lists.nets).map(|n| show::nets(&n))).transpose()?,
             (!exports.is_empty()).then(|| show::exports(&exports)),
             show::choices(&exports),
