@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+import time
 from pathlib import Path
 
 
@@ -10,11 +11,11 @@ class Relay:
     """Listens at a UNIX socket, and carries bytes to a server and back. It is used like a server of `nbd_servers.py`.
 
     `gives`: how many connections it gives at a time; it may be changed. `manner`: what becomes of the others: `close`, or `hold`,
-    so that they get no answer.
+    so that they get no answer. `pause_s`: bytes of the server wait for so long; it may be changed.
     """
 
     def __init__(self, rig, server, name="relay", gives=100, manner="close"):
-        self.name, self.server, self.gives, self.manner = name, server, gives, manner
+        self.name, self.server, self.gives, self.manner, self.pause_s = name, server, gives, manner, 0.0
         self.socket = Path(rig.dir / f"{name}.sock")
         self.lock = threading.Lock()
         self.count = 0
@@ -47,16 +48,18 @@ class Relay:
                     return
                 self.count += 1
                 self.given[self.count] = (client, server)
-                for way in ((client, server), (server, client)):
-                    threading.Thread(target=self.carry, args=(self.count, *way), daemon=True).start()
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(target=self.carry, args=(self.count, *ends, ends[0] is server), daemon=True).start()
             elif self.manner == "hold":
                 self.held.append(client)
             else:
                 client.close()
 
-    def carry(self, number, source, target):
+    def carry(self, number, source, target, may_wait):
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                if may_wait:
+                    time.sleep(self.pause_s)
                 target.sendall(data)
         self.end(number)
 

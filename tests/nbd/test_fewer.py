@@ -235,6 +235,16 @@ def behind_relay(rig, authority, kind, name, *limits):
     return server, relay, daemon
 
 
+def all_end(server, relay, daemon, child):
+    """The load ends without an error; the daemon and the server have outlived it."""
+    ends(child)
+    removed(daemon)
+    n.ends(daemon)
+    relay.kill()
+    r.require(server.child.running(), f"the server has ended: {server.child.tail()}")
+    server.kill()
+
+
 @pytest.mark.parametrize("bs", ("4k", "256k"))
 @pytest.mark.parametrize("manner", ("close", "hold"))
 @KINDS
@@ -254,7 +264,7 @@ def test_a_worker_hands_over_the_only_connection(rig, authority, kind, manner, b
         if len(before) > 1:
             left = relay.numbers()
             r.require(left == before[1:], f"{before} were given, {left} are left: a healthy connection was ended")
-        # A worker that has lost its only queue closes its connection, and another one gets it.
+        # A worker that has lost its only queue hands its connection over.
         moved(daemon, shift + 1)
         works(daemon, child)
     relay.gives = 10
@@ -265,12 +275,25 @@ def test_a_worker_hands_over_the_only_connection(rig, authority, kind, manner, b
         return connections(daemon)["own"] == QUEUES
 
     r.wait_for("each worker has its own connection", all_own)
-    ends(child)
-    removed(daemon)
-    n.ends(daemon)
-    relay.kill()
-    r.require(server.child.running(), f"the server has ended: {server.child.tail()}")
-    server.kill()
+    all_end(server, relay, daemon, child)
+
+
+def test_workers_do_not_notice_the_loss_of_an_idle_shared_connection(rig):
+    """Even without `reconnect-delay`: one hands its own over, and has no failed request by that. Replies take a while, so that
+    requests come while others are in flight."""
+    server, wanted, _ = plain(rig, None)
+    relay = nbd_relay.Relay(rig, server, "idle", QUEUES + 1, "close")
+    daemon = serve(rig, (relay, wanted), "of-idle")
+    child = load(rig, "idle")
+    r.wait_for("each worker has its own", lambda: connections(daemon)["own"] == QUEUES)
+    relay.pause_s = 0.05
+    works(daemon, child, 50)
+    relay.gives = QUEUES
+    relay.end(relay.numbers()[0])
+    r.wait_for("a worker has handed its own over", lambda: connections(daemon)["own"] == QUEUES - 1 and connections(daemon)["shared"])
+    works(daemon, child, 50)
+    relay.pause_s = 0.0
+    all_end(server, relay, daemon, child)
 
 
 @KINDS
@@ -286,12 +309,8 @@ def test_connections_that_end_one_by_one(rig, authority, kind):
             if chance.random() < 0.5:
                 relay.end(number)
         works(daemon, child, 50)
-    ends(child)
-    removed(daemon)
-    n.ends(daemon)
-    relay.kill()
-    r.require(server.child.running(), f"the server has ended: {server.child.tail()}")
-    server.kill()
+    relay.pause_s = 0.0
+    all_end(server, relay, daemon, child)
 
 
 def test_a_disk_is_removed_while_no_greeting_comes(rig):

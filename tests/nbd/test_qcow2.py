@@ -285,7 +285,7 @@ def test_a_full_export_fails_writes_and_harms_nothing_else(rig):
 
 
 def test_two_more_connections_than_workers_are_enough(rig):
-    """For jobs and commands, as the guide says."""
+    """One that all share, and one for the worker of a job."""
     server = n.nbdkit(rig, "--filter=limit", "file", rig.image("limit.img", 3 * EXPORT), "limit=4", name="limit")
     daemon = serve(rig, created(server), name="of-limit")
     load = r.Child(rig, "load-limit", n.load(rig, "--runtime", r.FOREVER))

@@ -49,6 +49,7 @@ use vshunt_types::spec::{Cache, ConnectionsInfo};
 
 use self::conn::Conn;
 use self::connector::Connector;
+pub(super) use self::flush::begin;
 use self::in_use::InUse;
 pub(super) use self::in_use::place_of;
 use self::one::One;

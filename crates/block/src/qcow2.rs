@@ -16,7 +16,6 @@ mod sweep;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::mpsc::sync_channel;
 
 use qcow2::bitmap::Loaded;
 use qcow2::{Chain, Storage};
@@ -34,6 +33,7 @@ pub(super) use self::open::open;
 pub use self::sweep::sweep;
 use super::bounce::Pool;
 use super::image_file::{ImageFile, Remote};
+use super::nbd::begin;
 use super::raw::Raw;
 use super::{Io, Op, Step};
 
@@ -166,24 +166,16 @@ impl Qcow2 {
         if self.readonly {
             return Ok(());
         }
-        let thread = std::thread::Builder::new().name("vshunt-qcow2".to_owned());
+        const NAME: &str = "vshunt-qcow2";
         let Some(remote) = self.remote() else {
+            let thread = std::thread::Builder::new().name(NAME.to_owned());
             return std::thread::scope(|scope| {
                 thread.spawn_scoped(scope, || self.flush_here(times))?.join().expect("it does not panic")
             });
         };
         // A flush changes the image. So none begins on a server that hangs.
         remote.lives()?;
-        let (done, is_done) = sync_channel(1);
-        let image = self.clone();
-        let flush = move || {
-            let flushed = image.flush_here(times);
-            // Before the caller may close the image.
-            drop(image);
-            let _ = done.send(flushed);
-        };
-        sandbox::spawn(ThreadKind::Control, thread, flush)?;
-        remote.wait_for(&is_done)?
+        remote.wait_for(&begin(NAME, self, None, move |image| image.flush_here(times))?)?
     }
 
     /// Flushes so often with an io_uring of its own. Needs no [`Disk`](super::Disk), so it works

@@ -535,7 +535,7 @@ pub struct ConnectionsInfo {
     /// request.
     pub own: u32,
     /// How many workers have none, and send their requests by the connection that all share.
-    /// Commands count, too, while they use the disk.
+    /// Commands that read or write the disk count, too.
     pub sharing: u32,
     /// Whether the connection that all share is there. Otherwise requests of workers without their
     /// own wait or fail, as `reconnect-delay` says.

@@ -12,7 +12,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
 use vshunt_engine::{EventFd, Uring};
@@ -45,7 +45,8 @@ impl Nbd {
             return Ok(());
         }
         self.lives()?;
-        let flushed = self.begin("vshunt-flush", None, |nbd| flush_here(|uring| nbd.attach_late(uring)))?;
+        let flush = |nbd: &Arc<Self>| flush_here(|uring| nbd.attach_late(uring));
+        let flushed = begin("vshunt-flush", self, None, flush)?;
         self.wait_for(&flushed)?
     }
 
@@ -79,7 +80,7 @@ impl Nbd {
             unsafe { io.push(buf.ptr(), len) };
             run_here(|uring| nbd.attach_aside(uring), &mut uring, &mut io)
         };
-        let answered = self.begin("vshunt-flush", Some(interrupt.clone()), read)?;
+        let answered = begin("vshunt-flush", self, Some(interrupt.clone()), read)?;
         // A read that fails is an answer, too: so will the request of the command.
         if !matches!(answered.recv_timeout(QUIET), Err(RecvTimeoutError::Timeout)) {
             return Ok(());
@@ -114,29 +115,31 @@ impl Nbd {
             }
         }
     }
+}
 
-    /// Carries out a request on a thread that keeps the disk. Returns where the result arrives;
-    /// `ended` is signalled then.
-    fn begin(
-        self: &Arc<Self>,
-        name: &str,
-        ended: Option<Arc<EventFd>>,
-        request: impl FnOnce(&Arc<Self>) -> io::Result<()> + Send + 'static,
-    ) -> io::Result<Receiver<io::Result<()>>> {
-        let (done, is_done): (SyncSender<_>, _) = sync_channel(1);
-        let nbd = self.clone();
-        let run = move || {
-            let result = request(&nbd);
-            // Before the caller may close the disk.
-            drop(nbd);
-            // The caller may have given up.
-            let _ = done.send(result);
-            if let Some(ended) = ended {
-                ended.signal();
-            }
-        };
-        let thread = std::thread::Builder::new().name(name.to_owned());
-        sandbox::spawn(ThreadKind::Control, thread, run)?;
-        Ok(is_done)
-    }
+/// Carries out a request on a thread that keeps the disk or image of which it is. Returns where the
+/// result arrives; `ended` is signalled then.
+///
+/// # Errors
+/// The system has no thread.
+pub(crate) fn begin<K: Send + Sync + 'static, T: Send + 'static>(
+    name: &str,
+    of: &Arc<K>,
+    ended: Option<Arc<EventFd>>,
+    request: impl FnOnce(&Arc<K>) -> T + Send + 'static,
+) -> io::Result<Receiver<T>> {
+    let (done, is_done) = sync_channel(1);
+    let of = of.clone();
+    let run = move || {
+        let result = request(&of);
+        // Before the caller may close it.
+        drop(of);
+        // The caller may have given up.
+        let _ = done.send(result);
+        if let Some(ended) = ended {
+            ended.signal();
+        }
+    };
+    sandbox::spawn(ThreadKind::Control, std::thread::Builder::new().name(name.to_owned()), run)?;
+    Ok(is_done)
 }

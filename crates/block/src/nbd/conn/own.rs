@@ -148,7 +148,9 @@ impl Conn {
         if self.reader.start != self.reader.end || !self.reader.receiver.is_at_header() {
             return self.lost(uring, "the server broke the protocol: a reply to nothing".to_owned());
         }
-        if self.has_ended() {
+        // Nothing is in flight. The server that has ended the shared connection may have ended this
+        // one, too.
+        if self.has(PollFlags::IN) {
             return self.broken(uring, "the server closed it".to_owned());
         }
         self.give(uring);
@@ -198,26 +200,18 @@ impl Conn {
     /// moment: a server that counts connections for ever would give no other one.
     pub(super) fn take_spare(&mut self, connected: Connected) {
         match self.state {
-            State::Up if !self.hangs_up() => connected.end(),
+            State::Up if !self.has(PollFlags::empty()) => connected.end(),
             State::Up | State::Draining => self.spare = Some(connected),
             // The connector knows that it is lost.
             _ => self.offer(connected),
         }
     }
 
-    /// Returns whether the server has ended the connection. What it sent before may be unread.
-    fn hangs_up(&self) -> bool {
+    /// Returns whether the server has ended the connection, or, with IN among the flags, has sent
+    /// something that is unread. A worker's thread may not receive by a system call.
+    fn has(&self, flags: PollFlags) -> bool {
         let Some((file, _)) = &self.socket else { return true };
-        let mut fds = [PollFd::new(file, PollFlags::RDHUP)];
-        !matches!(poll(&mut fds, Some(&Timespec::default())), Ok(0) | Err(Errno::INTR))
-    }
-
-    /// Returns whether the connection, on which nothing is in flight, is of no more use. The server
-    /// that has ended the shared connection may have ended this one, too.
-    fn has_ended(&self) -> bool {
-        let Some((file, _)) = &self.socket else { return true };
-        // A worker's thread may not receive by a system call.
-        let mut fds = [PollFd::new(file, PollFlags::IN | PollFlags::RDHUP)];
+        let mut fds = [PollFd::new(file, flags | PollFlags::RDHUP)];
         !matches!(poll(&mut fds, Some(&Timespec::default())), Ok(0) | Err(Errno::INTR))
     }
 

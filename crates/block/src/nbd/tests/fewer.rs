@@ -266,26 +266,6 @@ fn a_worker_that_leaves_gives_its_connection_to_another_one() {
     stays.detach(&mut second.uring);
 }
 
-/// The server lives, and so does the worker's connection: none of its requests fails.
-#[test]
-fn a_worker_that_hands_over_fails_no_request() {
-    let server = Server::new(OFFER);
-    let disk = open(&server, 0);
-    let loads = loads(&disk, 1);
-    for _ in 0..3 {
-        server.doors.locked().gives = 2;
-        have_own(&disk, 1);
-        loads.iter().for_each(Load::works);
-        let all: Vec<_> = server.doors.locked().given.keys().copied().collect();
-        server.doors.locked().gives = 1;
-        // The worker's own was made later.
-        server.end(all[0]);
-        soon(|| disk.connections().unwrap().own == 0 && disk.connections().unwrap().shared);
-        loads.iter().for_each(Load::works);
-    }
-    loads.into_iter().for_each(Load::stop);
-}
-
 /// Each time, the worker gets its connection back, because the shared one is there, or keeps it.
 #[test]
 fn a_connection_that_is_handed_over_again_and_again_loses_nothing() {
@@ -539,28 +519,17 @@ fn a_disk_is_removed_while_a_further_connection_hangs() {
     soon(|| server.doors.locked().given.is_empty());
 }
 
-/// It takes no new connection, and the shared one answers nothing.
-#[test]
-fn a_flush_of_a_server_that_hangs_ends() {
-    let server = Server::new(Offer { manner: Manner::Silence, ..OFFER });
-    // The delay is for lost connections.
-    let disk = open(&server, 3600);
+/// A server whose first connection is its only one, and which begins no command of one type.
+fn stuck(manner: Manner, holds: u16, delay_s: u32) -> (Server, Arc<Disk>) {
+    let server = Server::new(Offer { manner, ..OFFER });
+    let disk = open(&server, delay_s);
     server.doors.locked().gives = 1;
-    server.notes.locked().holds = Some(0);
-    assert_eq!(disk.sync().unwrap_err().kind(), io::ErrorKind::TimedOut);
-    assert!(!server.doors.locked().silent.is_empty());
-    server.notes.locked().holds = None;
-    // It answers again.
-    disk.sync().unwrap();
+    server.notes.locked().holds = Some(holds);
+    (server, disk)
 }
 
-/// It closes a new connection, so it lives.
-#[test]
-fn a_flush_of_a_slow_server_is_waited_for() {
-    let server = Server::new(OFFER);
-    let disk = open(&server, 0);
-    server.doors.locked().gives = 1;
-    server.notes.locked().holds = Some(0);
+/// Lets it go on after longer than a sign of life may take. Until then a flush waits.
+fn is_waited_for(server: &Server, disk: &Disk) {
     std::thread::scope(|scope| {
         let flush = scope.spawn(|| disk.sync());
         std::thread::sleep(TRY + Duration::from_secs(1));
@@ -568,6 +537,29 @@ fn a_flush_of_a_slow_server_is_waited_for() {
         server.notes.locked().holds = None;
         flush.join().unwrap().unwrap();
     });
+}
+
+/// The flush fails. Later the server answers again.
+fn is_given_up(server: &Server, disk: &Disk) {
+    assert_eq!(disk.sync().unwrap_err().kind(), io::ErrorKind::TimedOut);
+    server.notes.locked().holds = None;
+    disk.sync().unwrap();
+}
+
+/// It takes no new connection, and the shared one answers nothing. The delay is for lost
+/// connections.
+#[test]
+fn a_flush_of_a_server_that_hangs_ends() {
+    let (server, disk) = stuck(Manner::Silence, 0, 3600);
+    is_given_up(&server, &disk);
+    assert!(!server.doors.locked().silent.is_empty());
+}
+
+/// It closes a new connection, so it lives.
+#[test]
+fn a_flush_of_a_slow_server_is_waited_for() {
+    let (server, disk) = stuck(Manner::Close, 0, 0);
+    is_waited_for(&server, &disk);
     assert!(server.notes.locked().connections >= 2);
 }
 
@@ -575,26 +567,13 @@ fn a_flush_of_a_slow_server_is_waited_for() {
 /// it has answered just before.
 #[test]
 fn a_flush_that_takes_long_is_waited_for_with_all_connections_in_use() {
-    let server = Server::new(Offer { manner: Manner::Silence, ..OFFER });
-    let disk = open(&server, 0);
-    server.doors.locked().gives = 1;
-    server.notes.locked().holds = Some(3);
-    std::thread::scope(|scope| {
-        let flush = scope.spawn(|| disk.sync());
-        std::thread::sleep(TRY + Duration::from_secs(1));
-        server.notes.locked().holds = None;
-        flush.join().unwrap().unwrap();
-    });
+    let (server, disk) = stuck(Manner::Silence, 3, 0);
+    is_waited_for(&server, &disk);
 }
 
 /// It answers before the flush, and then nothing more.
 #[test]
 fn a_flush_of_a_server_that_hangs_meanwhile_ends() {
-    let server = Server::new(Offer { manner: Manner::Silence, ..OFFER });
-    let disk = open(&server, 0);
-    server.doors.locked().gives = 1;
-    server.notes.locked().holds = Some(3);
-    assert_eq!(disk.sync().unwrap_err().kind(), io::ErrorKind::TimedOut);
-    server.notes.locked().holds = None;
-    disk.sync().unwrap();
+    let (server, disk) = stuck(Manner::Silence, 3, 0);
+    is_given_up(&server, &disk);
 }
