@@ -144,8 +144,8 @@ def first_line(argv):
 def find_tools(o, report):
     """-> (tools, the folder to work in). Sets the peers up if that has to be and can be."""
     tools = Tools()
-    release = os.path.join(os.environ.get("CARGO_TARGET_DIR", os.path.join(TOP, "target")), "release")
-    tools.vshunt, tools.bench = os.path.join(release, "vshunt"), os.path.join(release, "vshunt-bench")
+    folder = os.environ.get("VSHUNT_BIN") or os.path.join(os.environ.get("CARGO_TARGET_DIR", os.path.join(TOP, "target")), "release")
+    tools.vshunt, tools.bench = os.path.join(folder, "vshunt"), os.path.join(folder, "vshunt-bench")
     if not (version := first_line([tools.vshunt, "--version"])):
         sys.exit(f"bench: no {tools.vshunt} that runs; build it: make build")
     tools.versions["vshunt"] = version

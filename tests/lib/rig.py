@@ -63,10 +63,11 @@ def wait_for(what, condition, timeout_s=WAIT_S, every_s=0.02):
 
 
 def binary(name):
-    """The path of a program of vshunt that `make build` made; VSHUNT_BIN names another folder."""
-    path = Path(os.environ.get("VSHUNT_BIN") or target_dir() / "release").absolute() / name
+    """The path of a program of vshunt, in the folder VSHUNT_BIN. scripts/pytest sets it."""
+    path = Path(os.environ.get("VSHUNT_BIN") or target_dir() / "tests").absolute() / name
     if not os.access(path, os.X_OK):
-        raise Failed(f"{path} is missing: run `make build` first, or set VSHUNT_BIN to the folder that has it")
+        build = "cargo build --profile tests --workspace --locked"
+        raise Failed(f"{path} is missing: run `{build}` first, or set VSHUNT_BIN to the folder that has it")
     return str(path)
 
 

@@ -1,5 +1,6 @@
 """Servers that offer several connections and give fewer: workers without a connection share one, and no request fails."""
 
+import contextlib
 import itertools
 import os
 import random
@@ -227,9 +228,11 @@ KINDS = pytest.mark.parametrize("kind", (plain, secure), ids=("plain", "tls"))
 
 
 def behind_relay(rig, authority, kind, name, *limits):
-    """A server, a relay to it, a daemon that uses the relay, and a load on it."""
+    """A server, a relay to it and a daemon that uses the relay, which is slow: tests wait for time limits meanwhile, and load takes all
+    CPU time that it gets."""
     server, wanted, parameters = kind(rig, authority)
     relay = nbd_relay.Relay(rig, server, name, *limits)
+    relay.pause_s = 0.002
     disk = f"name=d0,uri={relay.uri(wanted, **parameters)},reconnect-delay=120"
     daemon = r.Daemon(rig, "--disk", disk, "--export", export(rig), name=f"of-{name}")
     return server, relay, daemon
@@ -270,9 +273,11 @@ def test_a_worker_hands_over_the_only_connection(rig, authority, kind, manner, b
     relay.gives = 10
 
     def all_own():
-        # Queues that come let a worker try again sooner.
+        # Queues that come let a worker try again sooner. One whose only queue has just come has
+        # not asked yet.
         moved(daemon, 1, 0)
-        return connections(daemon)["own"] == QUEUES
+        with contextlib.suppress(r.Late):
+            return r.wait_for("each has its own", lambda: connections(daemon)["own"] == QUEUES, timeout_s=3)
 
     r.wait_for("each worker has its own connection", all_own)
     all_end(server, relay, daemon, child)
