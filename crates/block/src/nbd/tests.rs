@@ -414,8 +414,7 @@ fn read_only_servers_do_not_take_several_connections_because_of_that() {
     for (one, connections) in [(0, 1), (CAN_MULTI_CONN, 3)] {
         let server = Server::new(Offer { flags: HAS_FLAGS | READ_ONLY | one, ..OFFER });
         let disk = Disk::open(&DiskSpec { readonly: true, ..server.spec() }).unwrap();
-        let mut rig = Rig { disk: disk.clone(), uring: Uring::new().unwrap(), io: Io::default() };
-        let mut other = Rig { disk, uring: Uring::new().unwrap(), io: Io::default() };
+        let (mut rig, mut other) = (Rig::new(&disk), Rig::new(&disk));
         let handles = [rig.disk.attach(&mut rig.uring), other.disk.attach(&mut other.uring)];
         rig.ask();
         other.ask();

@@ -20,8 +20,18 @@ const PART: u64 = 64 << 10;
 const BLOCK: usize = 4096;
 
 impl Rig {
-    fn new(disk: &Arc<Disk>) -> Self {
+    pub(super) fn new(disk: &Arc<Disk>) -> Self {
         Self { disk: disk.clone(), uring: Uring::new().unwrap(), io: Io::default() }
+    }
+
+    /// Makes one whose worker has its own connection, and a handle of it.
+    fn with_own(disk: &Arc<Disk>) -> (Self, DiskHandle) {
+        let mut rig = Self::new(disk);
+        let handle = rig.disk.attach(&mut rig.uring);
+        rig.run_with(&handle, Op::Read, 512).unwrap();
+        rig.ask();
+        rig.has_own();
+        (rig, handle)
     }
 
     /// Sends so many requests that a worker with them asks for a connection.
@@ -305,11 +315,7 @@ fn without_a_delay_unsent_requests_of_a_lost_connection_fail() {
     for (delay_s, result) in [(0, -libc::EIO), (60, 0)] {
         let server = Server::new(OFFER);
         let disk = open(&server, delay_s);
-        let mut rig = Rig::new(&disk);
-        let handle = rig.disk.attach(&mut rig.uring);
-        rig.run_with(&handle, Op::Read, 512).unwrap();
-        rig.ask();
-        rig.has_own();
+        let (mut rig, handle) = Rig::with_own(&disk);
         // The server reads nothing behind the first request, and the second one fills the socket.
         // So the third one is not sent.
         server.notes.locked().holds = Some(0);
@@ -389,11 +395,7 @@ fn what_was_in_flight_goes_by_the_shared_connection() {
         let server = Server::new(OFFER);
         server.doors.locked().gives = 2;
         let disk = open(&server, delay_s);
-        let mut rig = Rig::new(&disk);
-        let handle = rig.disk.attach(&mut rig.uring);
-        rig.run_with(&handle, Op::Read, 512).unwrap();
-        rig.ask();
-        rig.has_own();
+        let (mut rig, handle) = Rig::with_own(&disk);
         server.asked();
         server.doors.locked().gives = 1;
         let (hangs, is_hanging) = std::sync::mpsc::channel();
