@@ -377,6 +377,14 @@ impl Disk {
         }
     }
 
+    /// Returns the number of backing images, at most [`CHAIN_MAX`](crate::CHAIN_MAX).
+    pub fn backing_images(&self) -> usize {
+        match &self.backend() {
+            Backend::Qcow2(image) => image.backing_images(),
+            _ => 0,
+        }
+    }
+
     /// Returns whether the image can store dirty bitmaps.
     pub fn supports_bitmaps(&self) -> bool {
         match &self.backend() {

@@ -98,7 +98,7 @@ pub use overlay::Overlay;
 pub use overlay_xattr::{check as check_overlay_marks, check_chain as check_chain_marks};
 pub use path_fd::{PathFd, has_name_of_qcow2, open_image};
 pub use qcow2::{
-    JournalView, Recovered, UncleanImage, path_of as journal_path, read_only as read_journal,
+    CHAIN_MAX, JournalView, Recovered, UncleanImage, path_of as journal_path, read_only as read_journal,
     recover as recover_journal, remove as remove_journal, sweep as sweep_journals,
 };
 pub use replace::{OldImage, mark_incomplete};

@@ -28,8 +28,8 @@ pub(super) use self::handle::Qcow2Handle;
 pub use self::journal::{JournalView, Recovered, read_only, recover};
 use self::journal_file::JournalFile;
 pub use self::journal_file::{path_of, remove};
-pub use self::open::UncleanImage;
 pub(super) use self::open::open;
+pub use self::open::{CHAIN_MAX, UncleanImage};
 pub use self::sweep::sweep;
 use super::bounce::Pool;
 use super::image_file::{ImageFile, Remote};
@@ -126,6 +126,11 @@ impl Qcow2 {
     /// Returns the size of the backing image, bytes, if there is one.
     pub(super) fn backing_bytes(&self) -> Option<u64> {
         self.backing_bytes
+    }
+
+    /// Returns the number of backing images.
+    pub(super) fn backing_images(&self) -> usize {
+        self.chain.backing_images()
     }
 
     /// Returns whether a path leads to one of the files.

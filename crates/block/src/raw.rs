@@ -29,7 +29,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 
-pub(super) use open::{begins_as_qcow2, no_image, open, open_part};
+pub(super) use open::{begins_as_qcow2, no_image, open, open_part, with_way_to_make};
 pub(super) use uring::UringFiles;
 use vshunt_types::error::{Error, Result};
 

@@ -50,6 +50,7 @@ mod kernel;
 mod latency;
 mod limits;
 mod mailbox;
+mod no_uring;
 mod observer;
 mod own_threads;
 mod phases;
@@ -74,6 +75,7 @@ pub use limits::{
     Direction, LimitCell, LimitGate, LimitGroup, LimitMember, Rate as LimitRate, RateSet as LimitRateSet,
     Rates as LimitRates,
 };
+pub use no_uring::{UringSetting, why_no_uring};
 pub use observer::Observer;
 pub use own_threads::own_threads;
 pub use phases::WorkerTimes;

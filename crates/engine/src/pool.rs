@@ -19,6 +19,7 @@ use super::WorkerId;
 use super::balance::WorkerSample;
 use super::kernel::KernelWorker;
 use super::mailbox::{Ending, Message, Shared};
+use super::no_uring::{UringSetting, why_no_uring};
 use super::phases::WorkerTimes;
 use super::thread::{POLL_US_MAX, Worker};
 use super::ticket::Withdrawn;
@@ -602,15 +603,8 @@ fn files_hint(e: &io::Error) -> &'static str {
 }
 
 fn ring_error(id: WorkerId, e: io::Error) -> Error {
-    let hint = match e.raw_os_error() {
-        Some(libc::ENOSYS) | Some(libc::EPERM) => {
-            "; io_uring is missing or switched off (sysctl kernel.io_uring_disabled)"
-        }
-        Some(libc::EINVAL) => "; Linux 6.1 or newer is needed",
-        Some(libc::ENOMEM) => "; raise the limit of locked memory (ulimit -l)",
-        _ => files_hint(&e),
-    };
-    Error::io(format!("worker {id} cannot have an io_uring{hint}"), e)
+    let (why, remedy) = why_no_uring(&e, &UringSetting::read());
+    Error::io(format!("worker {id} cannot have an io_uring ({why}; {remedy})"), e)
 }
 
 fn thread_name(name: &str) -> String {

@@ -550,6 +550,11 @@ pub enum Layer {
 }
 
 impl Chain {
+    /// Returns the number of images below the one that is served.
+    pub fn backing_images(&self) -> usize {
+        self.layers.len() - 1
+    }
+
     /// Makes a chain of the image that is served, its backing file, and so on.
     pub fn new(image: Arc<Served>, below: Vec<Layer>) -> Self {
         let mut layers = vec![Layer::Qcow2(image.clone())];

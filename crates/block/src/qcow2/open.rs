@@ -2,6 +2,7 @@
 //! there are requests.
 
 use std::fmt::Display;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -10,7 +11,7 @@ use qcow2::check::{Quiet, Repair, check};
 use qcow2::header::{Header, incompatible};
 use qcow2::journal::Changes;
 use qcow2::{Chain, FileId, Layer, Served, Settings, Storage, make_ready_for, make_ready_in_fixed_file};
-use vshunt_types::error::{Error, Result};
+use vshunt_types::error::{Error, Kind, Result};
 use vshunt_types::spec::{Cache, DiskSpec, Format};
 
 use super::bitmaps::Bitmaps;
@@ -23,8 +24,8 @@ use crate::limits::{Limits, SECTOR_BYTES};
 use crate::overlay_xattr;
 use crate::raw;
 
-/// Most backing images of an image. A longer chain is a loop.
-const CHAIN_MAX: usize = 200;
+/// Most backing images of an image.
+pub const CHAIN_MAX: usize = 200;
 
 /// The files that are open so far.
 struct OpenFiles {
@@ -77,7 +78,8 @@ pub(crate) fn open(spec: &DiskSpec, growable: bool, remote: Option<Remote>) -> R
     // The image orders the flushes of its files itself, since its map is written later than the
     // data.
     let cache = if spec.cache == Cache::Unsafe { Cache::Unsafe } else { Cache::Writeback };
-    let top = open_image(&mut opened, &DiskSpec { cache, size: None, ..spec.clone() }, path, growable)?;
+    let top = open_image(&mut opened, &DiskSpec { cache, size: None, ..spec.clone() }, path, growable)
+        .map_err(|e| raw::with_way_to_make(e, spec, path))?;
     let (image, mut backing, mut unclean) = (top.image, top.backing, Vec::from_iter(top.unclean));
     let size = image.size();
     if spec.size.is_some_and(|s| s != size) {
@@ -94,29 +96,28 @@ pub(crate) fn open(spec: &DiskSpec, growable: bool, remote: Option<Remote>) -> R
         )));
     }
     let (mut layers, mut backing_bytes) = (Vec::new(), None);
+    // The image above, which has the name of the next one.
+    let mut above = path.clone();
+    let mut seen = Vec::from_iter(identity(path));
     while let Some(lower) = backing.take() {
-        if layers.len() == CHAIN_MAX {
-            return Err(Error::invalid(format!(
-                "{} has more than {CHAIN_MAX} backing images; commit some of them",
-                path.display()
-            )));
-        }
+        check_next(path, &above, &lower, layers.len(), &mut seen)?;
         let part = DiskSpec { file: Some(lower.path.clone()), readonly: true, size: None, ..spec.clone() };
         match lower.format {
             Format::Qcow2 => {
                 let next = open_image(&mut opened, &part, &lower.path, false)
-                    .map_err(|e| e.context(lower.context(path)))?;
+                    .map_err(|e| lower.explained(e, path, &above))?;
                 backing_bytes.get_or_insert(next.image.size());
                 unclean.extend(next.unclean);
                 layers.push(Layer::Qcow2(Arc::new(next.image)));
                 backing = next.backing;
             }
             _ => {
-                let (file, size, _) = opened.add(&part).map_err(|e| e.context(lower.context(path)))?;
+                let (file, size, _) = opened.add(&part).map_err(|e| lower.explained(e, path, &above))?;
                 backing_bytes.get_or_insert(size);
                 layers.push(Layer::Raw { file, size });
             }
         }
+        above = lower.path;
     }
     let limits = limits(opened.limits.expect("the image was opened"), &image, spec.readonly);
     // After this the image is marked as open, so nothing that follows may fail.
@@ -145,10 +146,50 @@ struct BackingName {
 }
 
 impl BackingName {
-    /// Returns the context of an error.
-    fn context(&self, top: &Path) -> String {
-        format!("{} has the backing image {}", top.display(), self.path.display())
+    /// Adds to an error what the image is. If it is missing, adds how `above`, which names it, gets
+    /// another name. (A new file would read as zeroes.)
+    fn explained(&self, e: Error, top: &Path, above: &Path) -> Error {
+        let e = e.context(format!("{} has the backing image {}", top.display(), self.path.display()));
+        if e.kind() != Kind::NotFound {
+            return e;
+        }
+        let format = if self.format == Format::Qcow2 { "qcow2" } else { "raw" };
+        e.remedy(format!(
+            "put it back, or name where it is now: vshunt image rebase -u -b FILE -F {format} {}",
+            above.display()
+        ))
     }
+}
+
+/// Returns device and inode of a file.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
+}
+
+/// Refuses the next image of a chain if it is one of those above it, or one too many. `count`: how
+/// many backing images are open. `seen`: the files so far, to which it is added.
+fn check_next(
+    top: &Path,
+    above: &Path,
+    lower: &BackingName,
+    count: usize,
+    seen: &mut Vec<(u64, u64)>,
+) -> Result<()> {
+    let (top, above, shown) = (top.display(), above.display(), lower.path.display());
+    let id = identity(&lower.path);
+    if id.is_some_and(|id| seen.contains(&id)) {
+        return Err(Error::invalid(format!(
+            "{above} has the backing image {shown}, which is above it: name another one with 'vshunt image rebase -u -b \
+             FILE -F FORMAT {above}'"
+        )));
+    }
+    if count == CHAIN_MAX {
+        return Err(Error::limit(format!(
+            "{top} has more than {CHAIN_MAX} backing images; 'qemu-img convert -O qcow2 {top} COPY' makes one image of them"
+        )));
+    }
+    seen.extend(id);
+    Ok(())
 }
 
 /// An image, opened without its backing images.
@@ -322,7 +363,7 @@ fn open_image(opened: &mut OpenFiles, spec: &DiskSpec, path: &Path, growable: bo
     let data = match &header.data_file {
         Some(name) if header.has(incompatible::DATA_FILE) => {
             let part = DiskSpec { file: Some(in_folder_of(path, name)), size: None, ..spec.clone() };
-            opened.add(&part).map_err(|e| e.context(format!("{shown} keeps its data in {name}")))?.0
+            opened.add(&part).map_err(|e| without_data(e, path, name))?.0
         }
         _ => file,
     };
@@ -358,6 +399,19 @@ fn open_image(opened: &mut OpenFiles, spec: &DiskSpec, path: &Path, growable: bo
         image = image.with_changes(changes).map_err(wrong)?;
     }
     Ok(OpenImage { image, backing, bitmaps, lost_writes, unclean })
+}
+
+/// Adds to an error about the data file of `image` what that file is.
+fn without_data(e: Error, image: &Path, name: &str) -> Error {
+    let shown = image.display();
+    let missing = e.kind() == Kind::NotFound;
+    let e = e.context(format!("{shown} keeps its data in {name}"));
+    match missing {
+        true => e.remedy(format!(
+            "put it back, or name where it is now: vshunt image amend -o data_file=FILE {shown}"
+        )),
+        false => e,
+    }
 }
 
 /// Refuses an image on a server that names other files. The server chooses these names, and they

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicI32, AtomicU8};
 
 use qcow2::header::Header;
 use rustix::mm::ProtFlags;
-use vshunt_types::error::{Error, Result};
+use vshunt_types::error::{Error, Kind, Result};
 use vshunt_types::spec::{Cache, Direct, DiskSpec, Format};
 
 use super::probe::{self, Device, FileSystem};
@@ -24,7 +24,28 @@ use crate::path_fd::{PathFd, has_name_of_qcow2, open_image};
 
 /// Opens, locks and probes the image of `spec`.
 pub(crate) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
-    open_any(spec, true)
+    open_any(spec, true).map_err(|e| match &spec.file {
+        Some(path) => with_way_to_make(e, spec, path),
+        None => e,
+    })
+}
+
+/// Adds to the error for a missing image of a disk how a new one is made. Not for an image that
+/// another one names: a new file in its place would read as zeroes.
+pub(crate) fn with_way_to_make(e: Error, spec: &DiskSpec, path: &Path) -> Error {
+    let device = path.starts_with("/dev") && !path.starts_with("/dev/shm");
+    let in_folder = path.parent().is_none_or(|p| p.as_os_str().is_empty() || p.exists());
+    // Else another file is missing that the image needs, or the remedy is given already.
+    let missing = std::fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
+    if e.kind() != Kind::NotFound || spec.uri.is_some() || device || !in_folder || !missing {
+        return e;
+    }
+    let shown = path.display();
+    let makes = match spec.format() == Format::Qcow2 || has_name_of_qcow2(path) {
+        true => format!("vshunt image create -f qcow2 {shown} 10G"),
+        false => format!("truncate -s 10G {shown}"),
+    };
+    e.remedy(format!("{makes} would make an empty one of 10 GiB"))
 }
 
 /// [`open`] for a file of a qcow2 image, which may have any size.
@@ -203,13 +224,7 @@ fn open_error(path: &Path, spec: &DiskSpec, e: io::Error) -> Error {
         Some(libc::ENOENT) if path.parent().is_some_and(|p| !p.as_os_str().is_empty() && !p.exists()) => {
             Error::not_found(format!("there is no image {shown}, nor its folder"))
         }
-        Some(libc::ENOENT) => {
-            let makes = match spec.format() == Format::Qcow2 || has_name_of_qcow2(path) {
-                true => format!("vshunt image create -f qcow2 {shown} 10G"),
-                false => format!("truncate -s 10G {shown}"),
-            };
-            Error::not_found(format!("there is no image {shown}; {makes} would make one of 10 GiB"))
-        }
+        Some(libc::ENOENT) => Error::not_found(format!("there is no image {shown}")),
         Some(libc::EROFS) if !readonly => Error::io(
             format_args!("cannot open {shown} for writing (add readonly=on to serve it read-only)"),
             e,

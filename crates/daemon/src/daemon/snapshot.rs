@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vshunt_block::{Overlay, SnapshotInfo};
+use vshunt_block::{CHAIN_MAX, Overlay, SnapshotInfo};
 use vshunt_fuse::mount::identity;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Cache, Direct, DiskInfo, DiskSpec};
@@ -151,6 +151,13 @@ impl Daemon {
             return Err(Error::unsupported(format!(
                 "export {} of disk {} is growable=on, which an overlay cannot be; remove it first",
                 export.spec.name, wish.disk
+            )));
+        }
+        if entry.disk.backing_images() == CHAIN_MAX {
+            return Err(Error::limit(format!(
+                "disk {0} has {CHAIN_MAX} backing images, and more are not read; 'vshunt commit {0}' makes two images of it \
+                 one, and 'vshunt stream {0}' makes one of all",
+                wish.disk
             )));
         }
         let (before, size_bytes) = (entry.spec(), entry.disk.size_bytes());

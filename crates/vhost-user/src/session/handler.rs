@@ -371,8 +371,8 @@ fn eventfd(file: File) -> Result<OwnedFd> {
 fn no_eventfd(e: std::io::Error) -> Error {
     refuse(format!(
         "a ring's call or error descriptor cannot be signalled: {e}; where a limit of open files or of locked memory is \
-         reached, raise it (ulimit -n and -l, LimitNOFILE= and LimitMEMLOCK=); where io_uring is switched off, allow it \
-         (sysctl kernel.io_uring_disabled)"
+         reached, raise it (ulimit -n and -l, LimitNOFILE= and LimitMEMLOCK=); 'vshunt doctor' says whether io_uring is \
+         refused, and by what"
     ))
 }
 

@@ -7,14 +7,13 @@ use std::path::Path;
 use io_uring::IoUring;
 use rustix::fs::Access;
 use rustix::process::{Resource, getrlimit};
-use vshunt_engine::{Uring, allowed_cpus};
+use vshunt_engine::{Uring, UringSetting, allowed_cpus, why_no_uring};
 use vshunt_sandbox::{CapabilitySet, landlock_version};
 use vshunt_types::spec::cpu_list;
 
 use super::Finding;
 
 const RELEASE: &str = "/proc/sys/kernel/osrelease";
-const DISABLED: &str = "/proc/sys/kernel/io_uring_disabled";
 const ONLINE: &str = "/sys/devices/system/cpu/online";
 /// Map journals of qcow2 images are in this folder.
 const JOURNALS: &str = "/dev/shm";
@@ -40,7 +39,7 @@ const MEMLOCK_USUAL: u64 = 8 << 20;
 pub(super) fn checks() -> Vec<Finding> {
     vec![
         kernel(read_to_string(RELEASE).unwrap_or_default().trim()),
-        ring(try_ring(), read_to_string(DISABLED).ok().as_deref().map(str::trim)),
+        ring(try_ring(), &UringSetting::read()),
         landlock(landlock_version()),
         files(getrlimit(Resource::Nofile).maximum),
         locked(getrlimit(Resource::Memlock).maximum, has(CapabilitySet::IPC_LOCK)),
@@ -91,45 +90,12 @@ fn try_ring() -> io::Result<()> {
     IoUring::new(1)?.submit().map(drop)
 }
 
-fn ring(tried: io::Result<()>, disabled: Option<&str>) -> Finding {
+fn ring(tried: io::Result<()>, setting: &UringSetting) -> Finding {
     let Err(e) = tried else {
         return Finding::ok("io_uring", "an io_uring was set up and entered", "Workers can serve requests.")
             .required();
     };
-    let (found, remedy) = match (e.raw_os_error(), disabled) {
-        (Some(libc::EPERM), Some("2")) => {
-            ("kernel.io_uring_disabled is 2".to_owned(), "as root: sysctl kernel.io_uring_disabled=0")
-        }
-        (Some(libc::EPERM), Some("1")) => (
-            "kernel.io_uring_disabled is 1, and this user is neither root nor in kernel.io_uring_group"
-                .to_owned(),
-            "as root: sysctl kernel.io_uring_disabled=0, or kernel.io_uring_group=GID of a group of this user",
-        ),
-        (Some(libc::EPERM | libc::EACCES), _) => (
-            format!(
-                "refused ({e}), and not by kernel.io_uring_disabled: probably by the seccomp filter of a container"
-            ),
-            "permit io_uring_setup, io_uring_enter and io_uring_register in the container's seccomp profile \
-             (podman, docker: --security-opt seccomp=FILE)",
-        ),
-        (Some(libc::ENOSYS), _) => (
-            "the kernel has no io_uring, or a seccomp filter hides it".to_owned(),
-            "boot a kernel with CONFIG_IO_URING, or permit io_uring_setup, io_uring_enter and \
-             io_uring_register in the container's seccomp profile",
-        ),
-        (Some(libc::EINVAL), _) => {
-            ("the kernel's io_uring lacks what workers use".to_owned(), "boot Linux 6.1 or newer")
-        }
-        (Some(libc::ENOMEM), _) => (
-            format!("no memory for an io_uring ({e})"),
-            "raise the limit of locked memory (ulimit -l, LimitMEMLOCK=) or of the control group (MemoryMax=)",
-        ),
-        (Some(libc::EMFILE), _) => (
-            format!("no descriptor for an io_uring ({e})"),
-            "raise the limit of open files: ulimit -n, LimitNOFILE=",
-        ),
-        _ => (format!("no io_uring can be set up: {e}"), "see `man io_uring_setup` for this error"),
-    };
+    let (found, remedy) = why_no_uring(&e, setting);
     let meaning = "Each worker needs an io_uring: no disk and no network can be served.";
     Finding::missing("io_uring", found, meaning).remedy(remedy).required()
 }
@@ -258,24 +224,11 @@ mod tests {
     }
 
     #[test]
-    fn each_reason_against_io_uring_has_its_remedy() {
-        assert_eq!(ring(try_ring(), None).status, Status::Ok);
-        for (errno, disabled, found, remedy) in [
-            (libc::EPERM, Some("2"), "io_uring_disabled is 2", "sysctl kernel.io_uring_disabled=0"),
-            (libc::EPERM, Some("1"), "io_uring_disabled is 1", "kernel.io_uring_group=GID"),
-            (libc::EPERM, Some("0"), "seccomp filter", "--security-opt seccomp="),
-            (libc::EPERM, None, "seccomp filter", "--security-opt seccomp="),
-            (libc::ENOSYS, None, "has no io_uring", "CONFIG_IO_URING"),
-            (libc::EINVAL, Some("0"), "lacks what workers use", "6.1"),
-            (libc::ENOMEM, Some("0"), "no memory", "LimitMEMLOCK="),
-            (libc::EMFILE, Some("0"), "no descriptor", "LimitNOFILE="),
-            (libc::EIO, Some("0"), "os error 5", "man io_uring_setup"),
-        ] {
-            let finding = ring(error(errno), disabled);
-            assert_eq!((finding.status, finding.required), (Status::Missing, true));
-            assert!(finding.found.contains(found), "{finding:?}");
-            assert!(finding.remedy.as_ref().is_some_and(|it| it.contains(remedy)), "{finding:?}");
-        }
+    fn an_io_uring_that_is_refused_is_missing() {
+        assert_eq!(ring(try_ring(), &UringSetting::Missing).status, Status::Ok);
+        let finding = ring(error(libc::EPERM), &UringSetting::Is("2".to_owned()));
+        assert_eq!((finding.status, finding.required), (Status::Missing, true));
+        assert!(finding.remedy.is_some_and(|it| it.contains("sysctl kernel.io_uring_disabled=0")));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use qcow2::Storage;
 use qcow2::header::incompatible;
 use qcow2::status::{Contents, Reader, Status};
+use vshunt_block::CHAIN_MAX;
 
 use super::file::{For, ImageFile};
 use super::info::{beside, check_below};
@@ -60,10 +61,17 @@ pub(super) fn check_above(image: &Path, written: &[&Path], path: &Path, format: 
     if is_written(path) {
         return Err(Failure::Usage(format!("{shown} cannot be below itself; give another name")));
     }
-    for layer in open(path, Some(format), true)? {
+    let layers = open(path, Some(format), true)?;
+    for layer in &layers {
         if is_written(&layer.path) || layer.data.as_ref().is_some_and(|(data, _)| is_written(data)) {
             return Err(Failure::Usage(format!("{below} stands on {shown}, which cannot be above it")));
         }
+    }
+    if layers.len() > CHAIN_MAX {
+        return Err(Failure::Failed(format!(
+            "{below} has {CHAIN_MAX} backing images, and an image above it would have more than are read; put it above a copy \
+             of all: vshunt image convert -O qcow2 {below} COPY"
+        )));
     }
     Ok(())
 }

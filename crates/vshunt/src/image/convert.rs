@@ -9,7 +9,7 @@ use vshunt_types::spec::{DiskSpec, Format};
 
 use super::args::{ConvertArgs, CreateArgs};
 use super::file::{For, ImageFile};
-use super::info::{CHAIN_MAX, beside};
+use super::info::beside;
 use super::progress::{Bar, summary};
 use super::{ImageFormat, bitmap, create, failed, no_qcow2};
 use crate::outcome::{Failure, Outcome, note, print};
@@ -123,7 +123,7 @@ pub(super) fn not_of(target: &Path, image: PathBuf, is_qcow2: bool) -> Outcome {
         return Err(Failure::Usage(format!("{top} cannot be copied to itself, {shown}")));
     }
     let mut next = is_qcow2.then_some(image);
-    for _ in 0..CHAIN_MAX {
+    for _ in 0..=vshunt_block::CHAIN_MAX {
         let Some(path) = next else { break };
         let file = ImageFile::open(&path, For::Sharing)?;
         let header = qcow2::Image::open(&file).map_err(|e| failed(&path, &e))?.header().clone();

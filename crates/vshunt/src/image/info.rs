@@ -1,6 +1,7 @@
 //! `vshunt image info`.
 
 use std::fmt::Write as _;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use qcow2::Storage;
@@ -9,15 +10,13 @@ use qcow2::header::{Compression, LAZY_REFCOUNTS, autoclear, incompatible};
 use qcow2::info::{Info, info};
 use qcow2::snapshot::Snapshot;
 use serde_json::{Map, Value, json};
+use vshunt_block::CHAIN_MAX;
 
 use super::args::{InfoArgs, Output};
 use super::file::{For, ImageFile};
 use super::journal::MapJournal;
 use super::{ImageFormat, failed, units};
 use crate::outcome::{Failure, Outcome, one_line, print};
-
-/// The most images of a chain.
-pub(super) const CHAIN_MAX: usize = 256;
 
 /// The description of one image.
 struct Described {
@@ -91,14 +90,21 @@ fn below(of: &Described) -> Option<(PathBuf, Option<String>)> {
 }
 
 /// Refuses a backing image that is one of those above, or that makes the chain too long.
-pub(super) fn check_below<'a>(path: &Path, mut above: impl ExactSizeIterator<Item = &'a Path>) -> Outcome {
-    let (shown, count) = (path.display(), above.len());
-    if above.any(|image| image == path) {
-        return Err(Failure::Failed(format!("{shown} is below itself; give each image its own below")));
-    }
-    if count >= CHAIN_MAX {
+pub(super) fn check_below<'a>(path: &Path, above: impl Iterator<Item = &'a Path>) -> Outcome {
+    let above = Vec::from_iter(above);
+    let (Some(top), Some(last)) = (above.first(), above.last()) else { return Ok(()) };
+    let (shown, top, last) = (path.display(), top.display(), last.display());
+    let id = |path: &Path| std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()));
+    let own = id(path);
+    if above.iter().any(|image| *image == path || own.is_some_and(|own| id(image) == Some(own))) {
         return Err(Failure::Failed(format!(
-            "{shown} is below {count} images, and {CHAIN_MAX} are the most; commit some of them"
+            "{last} has the backing image {shown}, which is above it: name another one with 'vshunt image rebase -u -b FILE \
+             -F FORMAT {last}'"
+        )));
+    }
+    if above.len() > CHAIN_MAX {
+        return Err(Failure::Failed(format!(
+            "{top} has more than {CHAIN_MAX} backing images; 'qemu-img convert -O qcow2 {top} COPY' makes one image of them"
         )));
     }
     Ok(())
