@@ -172,6 +172,62 @@ def test_a_snapshot_of_a_disk_with_as_many_as_are_read(rig, mounts, chain):
     disk.quit()
 
 
+@pytest.mark.parametrize("form", ("raw", "qcow2"))
+def test_a_commit_of_an_overlay_that_has_grown(rig, mounts, form):
+    """The image below grows, and what the guest wrote behind its old end is there."""
+    base = filled(rig.dir / f"grown-base.{form}", form, 1)
+    disk = Disk(rig, base, form, name=f"grown-{form}")
+    disk.snapshot(rig.dir / f"grown-{form}-over.qcow2")
+    disk.cli("resize", "d0", "9M")
+    with open(disk.file, "r+b", buffering=0) as f:
+        os.pwrite(f.fileno(), b"\x02" * MIB, 7 * MIB)
+        os.fsync(f.fileno())
+    disk.cli("commit", "d0", "--wait", timeout_s=120)
+    r.require(disk.shown() == (form, str(base)), f"listed as {disk.shown()}")
+    disk.quit()
+    wanted = b"\x01" * 4 * MIB + bytes(3 * MIB) + b"\x02" * MIB + bytes(MIB)
+    r.require(flat(base, form, rig.dir / "grown.raw").read_bytes() == wanted, "the image below has other contents")
+
+
+def test_a_commit_to_a_device_that_is_too_small(rig, mounts):
+    """Refused before anything is copied."""
+    losetup = r.tool("losetup", "mount")
+    file = filled(rig.dir / "small-device.raw", "raw", 1)
+    done = r.run([losetup, "--find", "--show", file], check=False)
+    if done.returncode:
+        raise r.Skipped(f"no loop device: {done.stderr.strip()}")
+    device = done.stdout.strip()
+    try:
+        disk = Disk(rig, device, "raw", name="small")
+        disk.snapshot(rig.dir / "small-over.qcow2")
+        disk.cli("resize", "d0", "9M")
+        with open(disk.file, "r+b", buffering=0) as f:
+            os.pwrite(f.fileno(), b"\x02" * MIB, 0)
+        r.message_of(disk.cli("commit", "d0", check=False), device, "9437184", "cannot become as long")
+        r.require(not disk.daemon.status()["jobs"], "there is a job")
+        disk.quit()
+        with open(device, "rb") as f:
+            r.require(f.read(MIB) == b"\x01" * MIB, "something was copied")
+    finally:
+        r.run([losetup, "--detach", device])
+
+
+def test_a_commit_to_a_longer_image(rig, mounts):
+    """Refused; what the message says leaves the longer disk, with what the guest wrote."""
+    base = filled(rig.dir / "longer-base.qcow2", "qcow2", 1)
+    path = rig.dir / "longer-over.qcow2"
+    qemu_img("create", "-q", "-f", "qcow2", "-b", base, "-F", "qcow2", path, 2 * MIB)
+    disk = Disk(rig, path, "qcow2", name="longer")
+    with open(disk.file, "r+b", buffering=0) as f:
+        os.pwrite(f.fileno(), b"\x02" * MIB, 0)
+        os.fsync(f.fileno())
+    r.message_of(disk.cli("commit", "d0", check=False), "end the daemon and use 'qemu-img commit'")
+    disk.quit()
+    qemu_img("commit", "-q", path)
+    wanted = b"\x02" * MIB + b"\x01" * 3 * MIB
+    r.require(flat(base, "qcow2", rig.dir / "longer.raw").read_bytes() == wanted, "the image below has other contents")
+
+
 def without_io_uring():
     """Makes io_uring_setup fail with EPERM from now on, as the seccomp profiles of containers do (seccomp(2))."""
     ld, jeq, ret = 0x20, 0x15, 0x06

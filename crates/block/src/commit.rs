@@ -92,37 +92,51 @@ impl Disk {
 
     /// Opens and checks the backing image. Its locks are held.
     fn open_locked(&self, now: &DiskSpec, next: &DiskSpec) -> Result<Arc<Self>> {
-        let (shown, cannot) =
-            (shown(now), |e| Error::io(format_args!("cannot mark the image below {}", shown(now)), e));
+        let cannot = |e| Error::io(format_args!("cannot mark the image below {}", shown(now)), e);
         // The caller holds the locks, and the mark of the image names this overlay.
         let disk = Self::open_unchecked(&DiskSpec { locking: false, ..next.clone() })?;
         if next.format() == Format::Qcow2 {
             // After the open, which repairs the image if a daemon was killed during a commit.
             check_target(next)?;
         }
-        if disk.size_bytes() != self.size_bytes() {
-            return Err(Error::invalid(format!(
-                "{} has a disk of {} bytes, and {shown} one of {}: resize disk {} to that, or end the daemon and use \
-                 'qemu-img commit'",
-                super::replace::shown(next),
-                disk.size_bytes(),
-                self.size_bytes(),
-                now.name
-            )));
-        }
         if disk.limits.block_size > self.limits.block_size {
             return Err(Error::unsupported(format!(
                 "{} needs blocks of {} bytes, and the guests of disk {} were told {}",
-                super::replace::shown(next),
+                shown(next),
                 disk.limits.block_size,
                 now.name,
                 self.limits.block_size
             )));
         }
+        self.make_as_long(&disk, now, next)?;
         if let (Some(below), Some(overlay)) = (&next.file, &now.file) {
             overlay_xattr::set_committing(below, overlay).map_err(cannot)?;
         }
         Ok(disk)
+    }
+
+    /// Makes the disk of the backing image as long as this one. Its new part reads as zeroes, and
+    /// the overlay hides it until the end of the commit. One that is longer is refused: after a
+    /// commit the guest would have it.
+    fn make_as_long(&self, disk: &Arc<Self>, now: &DiskSpec, next: &DiskSpec) -> Result<()> {
+        let (wanted, has, below) = (self.size_bytes(), disk.size_bytes(), shown(next));
+        if has > wanted {
+            return Err(Error::invalid(format!(
+                "{below} has a disk of {has} bytes, and {} one of {wanted}: end the daemon and use 'qemu-img commit', which \
+                 leaves the longer one",
+                shown(now)
+            )));
+        }
+        if has == wanted {
+            return Ok(());
+        }
+        let grown = match disk.is_qcow2() {
+            true => disk.resize_closed(&DiskSpec { locking: false, ..next.clone() }, wanted),
+            false => disk.resize(wanted),
+        };
+        grown.map_err(|e| {
+            e.context(format!("{below} cannot become as long as disk {}, {wanted} bytes", now.name))
+        })
     }
 
     /// Replaces this disk's reader locks on the backing image by writer locks on a file of their
