@@ -153,7 +153,7 @@ class TestCopies:
             self.same("little.raw", "raw", target, form, f"over an old file, to {form}")
         # A data file that is there, too.
         (both.dir / "there.data").write_bytes(rand.randbytes(5 * MIB))
-        both.ours("convert", "-O", "qcow2", "-o", "data_file=there.data,data_file_raw=on", "little.raw", "there")
+        both.ours("convert", "-O", "qcow2", "-o", "data_file=there.data,data_file_raw=on,keep_data_file=off", "little.raw", "there")
         self.same("little.raw", "raw", "there", "qcow2", "over an old data file")
         self.same("little.raw", "raw", "there.data", "raw", "the data file by itself")
 

@@ -54,6 +54,8 @@ pub struct Options {
     pub backing: Option<(String, String)>,
     /// The file of guest data, if it is not in the image.
     pub data_file: Option<DataFile>,
+    /// Whether that file is there, and its contents are the disk.
+    pub keep_data_file: bool,
     /// How much is allocated from the start.
     pub preallocation: Preallocation,
 }
@@ -71,6 +73,7 @@ impl Options {
             compression: Compression::Zlib,
             backing: None,
             data_file: None,
+            keep_data_file: false,
             preallocation: Preallocation::Off,
         }
     }
@@ -123,6 +126,9 @@ impl Options {
                 "preallocation with a backing file needs extended_l2: it would hide what is below".into()
             );
         }
+        if self.keep_data_file {
+            self.check_kept()?;
+        }
         if self.backing.as_ref().is_some_and(|(name, _)| name.len() > BACKING_NAME_MAX) {
             return bad(format!("a backing file's name has {BACKING_NAME_MAX} bytes at most"));
         }
@@ -130,6 +136,24 @@ impl Options {
             return bad(format!("a disk of {} bytes is too large", self.size));
         }
         Ok(())
+    }
+
+    /// Checks that the contents of a data file that is kept are the disk.
+    fn check_kept(&self) -> Result<()> {
+        let why = match self.preallocated() {
+            _ if self.data_file.is_none() => "needs data_file: the name of the file that is kept",
+            _ if self.backing.is_some() => {
+                "and a backing file contradict each other: the contents of the data file would be hidden"
+            }
+            Preallocation::Off => {
+                "needs data_file_raw=on or preallocation=metadata: the contents of the file would be hidden"
+            }
+            Preallocation::Metadata => return Ok(()),
+            Preallocation::Falloc | Preallocation::Full => {
+                "and preallocation=falloc or full contradict each other: the file would be overwritten"
+            }
+        };
+        Err(Error::invalid(format!("keep_data_file {why}")))
     }
 }
 
@@ -190,7 +214,8 @@ impl Layout {
 }
 
 /// Creates an image in `file`, which is empty, and prepares the data file's storage if there is
-/// one. Returns the header. Everything is on stable storage then.
+/// one. That is empty too, unless its contents are kept. Returns the header. Everything is on
+/// stable storage then.
 ///
 /// # Errors
 /// Options that contradict each other, a disk that is too large for its clusters, and those of the
@@ -220,7 +245,11 @@ pub fn create(
     if preallocation != Preallocation::Off {
         write_map(file, &header, &layout, options)?;
         if let Some(data) = data {
-            data.set_len(header.size).map_err(Error::io("cannot make the data file"))?;
+            let cannot = Error::io("cannot make the data file");
+            // A file that is kept may be longer.
+            if data.len().map_err(&cannot)? < header.size {
+                data.set_len(header.size).map_err(&cannot)?;
+            }
         }
     }
     sync_all(file, data)?;

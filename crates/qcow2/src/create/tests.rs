@@ -69,6 +69,28 @@ fn what_contradicts_itself_is_refused() {
         (Options { extended_l2: true, cluster_size: 8192, ..new() }, "16K"),
         (Options { data_file: data(true), backing: backing(), ..new() }, "data_file_raw"),
         (Options { preallocation: Preallocation::Metadata, backing: backing(), ..new() }, "extended_l2"),
+        (Options { keep_data_file: true, ..new() }, "needs data_file"),
+        (Options { keep_data_file: true, data_file: data(false), ..new() }, "preallocation=metadata"),
+        (
+            Options {
+                keep_data_file: true,
+                data_file: data(true),
+                preallocation: Preallocation::Falloc,
+                ..new()
+            },
+            "overwritten",
+        ),
+        (
+            Options {
+                keep_data_file: true,
+                data_file: data(false),
+                preallocation: Preallocation::Metadata,
+                extended_l2: true,
+                backing: backing(),
+                ..new()
+            },
+            "hidden",
+        ),
         (Options { cluster_size: 512, ..Options::new(1 << 40) }, "too large"),
         (Options::new(u64::MAX), "too large"),
         (Options { backing: Some(("x".repeat(2000), "raw".into())), ..new() }, "1023"),
@@ -111,4 +133,17 @@ fn a_raw_data_file_has_all_its_places() {
     assert_eq!(data.bytes().len(), 1 << 20);
     let r = check(&file, Repair::No, &mut crate::check::Quiet).unwrap();
     assert_eq!((r.corruptions, r.allocated_clusters), (0, 16));
+}
+
+#[test]
+fn a_data_file_that_is_kept_has_its_contents_and_at_least_the_size_of_the_disk() {
+    for (bytes, after) in [(1000, 1 << 20), (2 << 20, 2 << 20)] {
+        let (file, data) = (Memory::new(Vec::new(), 8 << 20), Memory::new(vec![7; bytes], 8 << 20));
+        let data_file = Some(DataFile { name: "d.raw".into(), raw: true });
+        let options = Options { data_file, keep_data_file: true, ..Options::new(1 << 20) };
+        create(&file, Some(&data), &options, &mut |_, _| {}).unwrap();
+        let kept = data.bytes();
+        assert!(kept[..bytes].iter().all(|b| *b == 7) && kept[bytes..].iter().all(|b| *b == 0));
+        assert_eq!(kept.len(), after);
+    }
 }

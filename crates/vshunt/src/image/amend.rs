@@ -23,6 +23,12 @@ pub(super) fn run(args: &AmendArgs, quiet: bool) -> Outcome {
             "{name} cannot be changed; copy the image with 'vshunt image convert -O qcow2 -o {name}=…'"
         )));
     }
+    if wanted.keep_data_file.is_some() {
+        return Err(Failure::Usage(
+            "keep_data_file is for a new image; leave it out: a change of the name leaves the data file as it is"
+                .into(),
+        ));
+    }
     let version = wanted.compat.as_deref().map(create::version).transpose()?;
     let (file, format) = changing(path, args.format, quiet)?;
     if format != ImageFormat::Qcow2 {

@@ -106,6 +106,9 @@ Options of qcow2 (-o NAME=VALUE,NAME=VALUE; a comma in a value is `,,`):
   data_file         name of a separate file for the guest's data
   data_file_raw     that file has to stay a valid raw image [off]
   extended_l2       clusters have 32 subclusters [off]
+  keep_data_file    on: that file is there, and its contents are the disk (needs
+                    data_file_raw=on or preallocation=metadata); off: a file with
+                    data is emptied. Without this a file with data is refused
   lazy_refcounts    counts may be written late, and are repaired after a crash [off]
   preallocation     off, metadata, falloc or full [off]
   refcount_bits     bits of a reference count, 1 to 64 [16]

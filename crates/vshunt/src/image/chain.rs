@@ -2,7 +2,6 @@
 //!
 //! The contents themselves are read through a [`Disk`](vshunt_block::Disk).
 
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use qcow2::Storage;
@@ -10,7 +9,7 @@ use qcow2::header::incompatible;
 use qcow2::status::{Contents, Reader, Status};
 use vshunt_block::CHAIN_MAX;
 
-use super::file::{For, ImageFile};
+use super::file::{For, ImageFile, id};
 use super::info::{beside, check_below};
 use super::{ImageFormat, failed};
 use crate::outcome::{Failure, Outcome};
@@ -53,7 +52,6 @@ pub(super) fn open(path: &Path, format: Option<ImageFormat>, share: bool) -> Out
 /// Refuses to write to `image`, or to another file of it, if it is a part of the images from `path`
 /// down. They would lose their contents, and be below themselves.
 pub(super) fn check_above(image: &Path, written: &[&Path], path: &Path, format: ImageFormat) -> Outcome {
-    let id = |path: &Path| std::fs::metadata(path).ok().map(|m| (m.dev(), m.ino()));
     let written: Vec<_> = written.iter().filter_map(|file| id(file)).collect();
     let is_written = |path: &Path| id(path).is_some_and(|id| written.contains(&id));
     let (shown, below) = (image.display(), path.display());

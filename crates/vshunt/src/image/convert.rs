@@ -1,14 +1,13 @@
 //! `vshunt image convert`.
 
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use vshunt_daemon::ToConvert;
-use vshunt_types::spec::{DiskSpec, Format};
 
+use super::access::{self, Wanted};
 use super::args::{ConvertArgs, CreateArgs};
-use super::file::{For, ImageFile};
+use super::file::{For, ImageFile, id};
 use super::info::beside;
 use super::progress::{Bar, summary};
 use super::{ImageFormat, bitmap, create, failed, no_qcow2};
@@ -48,28 +47,27 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
         // Reports a wait for another process, which the disk below would not.
         ImageFile::open(&to_file, For::Writing)?;
     }
-    let disk = |name: &str, file: &Path, format, readonly| DiskSpec {
-        name: name.to_owned(),
-        file: Some(file.to_owned()),
-        format: Some(if format == ImageFormat::Raw { Format::Raw } else { Format::Qcow2 }),
-        readonly,
-        locking: true,
-        ..DiskSpec::default()
-    };
-    let from = DiskSpec { locking: !args.force_share, ..disk("source", &from_file, format, true) };
-    let to = disk("target", &to_file, args.output_format, false);
+    let reading = if args.force_share { Wanted::Sharing } else { Wanted::Reading };
+    let from = access::spec(&from_file, format, reading);
+    let to = access::spec(&to_file, args.output_format, Wanted::Writing);
     // Before a file is made, so that an unreadable source replaces nothing.
     let source = ToConvert::open(&from).map_err(|e| Failure::Failed(e.to_string()))?;
     let readings = source.readings();
     readings.iter().for_each(|reading| note(&reading.text));
-    let data = create::data_file(&args.options, &to_file)?.map(|file| (!file.exists(), file));
+    let data = create::data_file(&args.options, &to_file)?;
+    let mut options = args.options;
+    if let Some(data) = &data {
+        not_of(&data.path, from_file.clone(), format == ImageFormat::Qcow2)?;
+        options.extend(data.replaced.then(|| "keep_data_file=off".to_owned()));
+    }
+    let data = data.map(|data| (!data.path.exists(), data.path));
     if !args.no_create {
         let create = CreateArgs {
             format: args.output_format,
             backing: None,
             backing_format: None,
             unsafe_backing: false,
-            options: args.options,
+            options,
             file: Some(to_file.clone()),
             size: Some(size),
         };
@@ -112,11 +110,6 @@ fn bitmaps(args: &ConvertArgs, format: ImageFormat, from: &Path) -> Outcome<Vec<
 /// Refuses a target that is a file of the source image, under any name. It would be truncated
 /// before it is read.
 pub(super) fn not_of(target: &Path, image: PathBuf, is_qcow2: bool) -> Outcome {
-    // A device can have several nodes.
-    let id = |path: &Path| match std::fs::metadata(path).ok()? {
-        m if m.file_type().is_block_device() => Some((0, m.rdev())),
-        m => Some((m.dev(), m.ino())),
-    };
     let Some(target_id) = id(target) else { return Ok(()) };
     let (shown, top) = (target.display(), image.display().to_string());
     if id(&image) == Some(target_id) {

@@ -6,12 +6,11 @@ use std::path::{Path, PathBuf};
 use qcow2::Storage;
 use qcow2::create::{DataFile, Options, Preallocation, create};
 use qcow2::header::Compression;
-use qcow2::info::info;
 use serde::Deserialize;
 
 use super::args::{CreateArgs, Mode};
-use super::file::{For, ImageFile};
-use super::info::beside;
+use super::file::{For, ImageFile, id};
+use super::info::{self, beside};
 use super::progress::Bar;
 use super::{ImageFormat, chain, failed};
 use crate::keyval;
@@ -32,6 +31,7 @@ pub(super) struct Wanted {
     pub(super) backing_fmt: Option<String>,
     pub(super) data_file: Option<String>,
     pub(super) data_file_raw: Option<bool>,
+    pub(super) keep_data_file: Option<bool>,
     pub(super) compression_type: Option<Type>,
 }
 
@@ -75,9 +75,17 @@ pub(super) fn run(args: CreateArgs, quiet: bool) -> Outcome {
     }
 }
 
+/// The data file of the target of a copy.
+pub(super) struct CopyData {
+    pub(super) path: PathBuf,
+    /// Whether it belongs to the image that is replaced.
+    pub(super) replaced: bool,
+}
+
 /// Checks the options `-o` for the target of a copy, and returns its data file. A backing file and
-/// a size are refused, because a copy has its own.
-pub(super) fn data_file(options: &[String], image: &Path) -> Outcome<Option<PathBuf>> {
+/// a size are refused, because a copy has its own; so is a data file with data, unless it is to be
+/// emptied, or belongs to the image that is replaced.
+pub(super) fn data_file(options: &[String], image: &Path) -> Outcome<Option<CopyData>> {
     let w = parsed(options)?;
     if w.backing_file.is_some() || w.backing_fmt.is_some() {
         return Err(Failure::Usage(
@@ -89,7 +97,25 @@ pub(super) fn data_file(options: &[String], image: &Path) -> Outcome<Option<Path
             "a copy has the size of its source; leave out size, and resize the copy afterwards".into(),
         ));
     }
-    Ok(w.data_file.map(|name| beside(image, &name)))
+    if w.keep_data_file == Some(true) {
+        return Err(Failure::Usage(
+            "a copy overwrites its data file; leave out keep_data_file, and give data_file the name of a new file"
+                .into(),
+        ));
+    }
+    let Some(path) = w.data_file.map(|name| beside(image, &name)) else { return Ok(None) };
+    let old = id(&path).is_some();
+    let replaced = old && info::data_file(image).is_some_and(|of_old| id(&of_old) == id(&path));
+    if old && !replaced && w.keep_data_file.is_none() {
+        let shown = path.display();
+        let cannot = |e| Failure::Failed(format!("cannot read {shown}: {e}"));
+        if ImageFile::open(&path, For::Sharing)?.has_data().map_err(cannot)? {
+            return Err(Failure::Failed(format!(
+                "{shown} has data; give data_file another name, or keep_data_file=off if its contents are to be lost"
+            )));
+        }
+    }
+    Ok(Some(CopyData { path, replaced }))
 }
 
 /// Parses options `-o`. The last one of a name counts.
@@ -153,6 +179,7 @@ impl Wanted {
             || self.backing_file.is_some()
             || self.data_file.is_some()
             || self.data_file_raw.is_some()
+            || self.keep_data_file.is_some()
             || self.compression_type.is_some()
             || self.preallocation == Some(Mode::Metadata)
     }
@@ -180,6 +207,7 @@ impl Wanted {
             },
             backing,
             data_file: self.data_file.map(|name| DataFile { name, raw }),
+            keep_data_file: self.keep_data_file.unwrap_or(false),
             preallocation: self.preallocation.unwrap_or(Mode::Off).preallocation(),
         })
     }
@@ -285,10 +313,11 @@ fn qcow2(path: &Path, unsafe_backing: bool, w: Wanted, quiet: bool) -> Outcome {
     if let (Some(_), Some((name, format)), false) = (w.size, &backing, unsafe_backing) {
         backing_size(path, name, format)?;
     }
+    let empties_data = w.keep_data_file == Some(false);
     let options = w.options(size, backing)?;
     options.check().map_err(|e| Failure::Usage(e.to_string()))?;
     not_below(path, &options, unsafe_backing)?;
-    make(path, &options, quiet)
+    make(path, &options, empties_data, quiet)
 }
 
 /// Refuses to overwrite a file of the images that will be below the new one. With `-u` these are
@@ -314,14 +343,43 @@ pub(super) fn backing_size(image: &Path, name: &str, format: &str) -> Outcome<u6
     let file = ImageFile::open(&path, For::Sharing)?;
     match format {
         "raw" => file.len().map_err(|e| Failure::Failed(format!("cannot read {}: {e}", path.display()))),
-        "qcow2" => Ok(info(&file).map_err(|e| failed(&path, &e))?.header.size),
+        "qcow2" => Ok(qcow2::info::info(&file).map_err(|e| failed(&path, &e))?.header.size),
         other => Err(Failure::Usage(format!(
             "the format {other} of a backing file is not known here; raw and qcow2 are, and -u does not look at it"
         ))),
     }
 }
 
-fn make(path: &Path, options: &Options, quiet: bool) -> Outcome {
+/// Opens the data file of a new image. It is empty then, or is kept as it is.
+///
+/// # Errors
+/// A file with data is neither to be kept nor, with `empties`, to be emptied.
+fn open_data(path: &Path, options: &Options, empties: bool) -> Outcome<ImageFile> {
+    let shown = path.display();
+    if options.keep_data_file {
+        let file = ImageFile::open(path, For::Writing)?;
+        let len = file.len().map_err(|e| Failure::Failed(format!("cannot read {shown}: {e}")))?;
+        if file.is_device() && len < options.size {
+            return Err(Failure::Failed(format!(
+                "{shown} has {len} bytes, and the disk {}: give the disk at most the size of the device",
+                options.size
+            )));
+        }
+        return Ok(file);
+    }
+    let file = ImageFile::open(path, For::Making)?;
+    let cannot = |e| Failure::Failed(format!("cannot make {shown}: {e}"));
+    if !empties && file.has_data().map_err(cannot)? {
+        return Err(Failure::Failed(format!(
+            "{shown} has data; give data_file another name, or keep_data_file=on if its contents are to be the disk, or \
+             keep_data_file=off if they are to be lost"
+        )));
+    }
+    file.set_len(0).map_err(cannot)?;
+    Ok(file)
+}
+
+fn make(path: &Path, options: &Options, empties_data: bool, quiet: bool) -> Outcome {
     let new = !path.exists();
     let data_path = options.data_file.as_ref().map(|d| beside(path, &d.name));
     let data_new = data_path.as_ref().is_some_and(|data| !data.exists());
@@ -331,12 +389,14 @@ fn make(path: &Path, options: &Options, quiet: bool) -> Outcome {
         e
     };
     let file = ImageFile::open(path, For::Making)?;
-    let empty = |data: &PathBuf| {
-        let file = ImageFile::open(data, For::Making)?;
-        file.set_len(0).map_err(|e| Failure::Failed(format!("cannot make {}: {e}", data.display())))?;
-        Ok(file)
+    let open_data = |data: &PathBuf| match id(data).is_some_and(|data| id(path) == Some(data)) {
+        true => Err(Failure::Usage(format!(
+            "{} cannot be its own data file; give data_file another name",
+            path.display()
+        ))),
+        false => open_data(data, options, empties_data),
     };
-    let data = data_path.as_ref().map(empty).transpose().map_err(removed)?;
+    let data = data_path.as_ref().map(open_data).transpose().map_err(removed)?;
     if !quiet {
         print_line(&formatting(path, options)).map_err(removed)?;
     }
@@ -360,7 +420,11 @@ fn formatting(path: &Path, o: &Options) -> String {
         Preallocation::Full => words.push("preallocation=full".into()),
     }
     let compression = if o.compression == Compression::Zlib { "zlib" } else { "zstd" };
-    words.push(format!("compression_type={compression} size={}", o.size));
+    words.push(format!("compression_type={compression}"));
+    if o.keep_data_file {
+        words.push("keep_data_file=on".into());
+    }
+    words.push(format!("size={}", o.size));
     if let Some((name, format)) = &o.backing {
         words.push(format!("backing_file={name} backing_fmt={format}"));
     }

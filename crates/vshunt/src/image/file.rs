@@ -46,6 +46,15 @@ fn is_uri(path: &Path) -> bool {
     ["nbd://", "nbds://", "nbd+unix://", "nbds+unix://"].iter().any(|scheme| text.starts_with(scheme))
 }
 
+/// Returns what tells a file or a device from all others; none if there is none with this name.
+pub(super) fn id(path: &Path) -> Option<(u64, u64)> {
+    match std::fs::metadata(path).ok()? {
+        // A device can have several nodes.
+        m if m.file_type().is_block_device() => Some((0, m.rdev())),
+        m => Some((m.dev(), m.ino())),
+    }
+}
+
 /// An open image, which is locked.
 pub(super) struct ImageFile {
     file: File,
@@ -228,6 +237,26 @@ impl ImageFile {
             Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok((false, len)),
             Err(e) => Err(e.into()),
         }
+    }
+
+    /// Returns whether it has a byte that is not 0. Holes of a file are not read.
+    pub(super) fn has_data(&self) -> io::Result<bool> {
+        const PIECE: u64 = 1 << 20;
+        let (mut at, len) = (0, Storage::len(self)?);
+        let mut piece = vec![0; PIECE.min(len) as usize];
+        while at < len {
+            let (hole, mut run) = self.run(at, len - at)?;
+            if !hole {
+                run = run.min(PIECE);
+                let bytes = &mut piece[..run as usize];
+                self.read_at(at, bytes)?;
+                if bytes.iter().any(|b| *b != 0) {
+                    return Ok(true);
+                }
+            }
+            at += run;
+        }
+        Ok(false)
     }
 
     fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
