@@ -8,6 +8,7 @@ import os
 
 import backup_model as b
 import fuse_mount as m
+import qcow2_deflate
 import rig as r
 from backup_model import MIB, SIZE, Disk
 
@@ -126,3 +127,17 @@ def test_a_bitmap_that_qemu_made(suite):
     disk.mount.stop()
     r.require(flags(disk.mount.image) == {}, "a removed bitmap is in the image")
     b.checked(disk.mount.image)
+
+
+def test_compressed_backups_have_the_window_of_qemu(suite):
+    """Programs that open deflate clusters with a window of 4 KiB read a backup, as they read QEMU's images."""
+    plain = qcow2_deflate.far_repetitions(4 * MIB)
+    source = suite.path("window.raw")
+    source.write_bytes(plain)
+    daemon = r.Daemon(suite.rig, "--disk", f"name=d0,format=raw,file={source}", name="window")
+    kept = suite.path("window.qcow2")
+    daemon.cli("backup", "start", "d0", "--to", kept, "--compress", "--wait")
+    r.require(qcow2_deflate.check(kept, plain) == len(plain) >> 16, "not each cluster is compressed")
+    b.equal(b.contents(suite, kept, "qcow2"), plain, "the compressed backup")
+    daemon.cli("quit")
+    r.require(daemon.child.wait(60) == 0, daemon.child.tail())

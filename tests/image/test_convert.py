@@ -10,6 +10,7 @@ import re
 import subprocess
 
 import pytest
+import qcow2_deflate
 import rig as r
 from images import commands_of, options_of, text_of
 
@@ -90,6 +91,21 @@ class TestCopies:
             both.theirs("convert", "-c", "-O", "qcow2", "-o", f"compression_type={kind}", "plain.raw", "packed")
             both.ours("convert", "packed", "back.raw")
             self.same("plain.raw", "raw", "back.raw", "raw", f"QEMU's {kind}")
+
+    def test_deflate_clusters_have_the_window_of_qemu(self):
+        """A program with a window of 4 KiB reads them, as it reads QEMU's."""
+        both = self.both
+        plain = qcow2_deflate.far_repetitions(5 * MIB + 512)
+        (both.dir / "far.raw").write_bytes(plain)
+        for bits in (9, 12, 14, 16, 18, 21):
+            for more in ("", ",extended_l2=on") if bits >= 14 else ("", ",compat=0.10"):
+                options = f"cluster_size={1 << bits}{more}"
+                for run, name in ((both.ours, "mine"), (both.theirs, "their")):
+                    run("convert", "-c", "-O", "qcow2", "-o", options, "far.raw", f"far.{name}")
+                found = [qcow2_deflate.check(both.dir / f"far.{name}", plain) for name in ("mine", "their")]
+                # Each begins at a sector here, so that one of 512 bytes never becomes smaller.
+                r.require(found[1] and (found[0] or bits == 9), f"{options}: {found} clusters are compressed")
+                self.same("far.raw", "raw", "far.mine", "qcow2", options)
 
     def test_of_a_chain_stands_alone(self, rand):
         both = self.both
