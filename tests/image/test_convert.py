@@ -223,6 +223,11 @@ class TestCopies:
             (["missing", "out"], ["missing"]),
             (["good.raw", "nowhere/out"], ["nowhere/out"]),
             (["-c", "good.raw", "out"], ["-c", "-O qcow2"]),
+            (["-c", "-O", "qcow2", "-o", "data_file=out.data", "good.raw", "out"], ["leave out -c, or data_file"]),
+            (["-c", "-O", "qcow2", "-o", "data_file=out.data,data_file_raw=on", "good.raw", "out"], ["leave out -c, or data_file"]),
+            (["-c", "-O", "qcow2", "-o", "preallocation=metadata", "good.raw", "out"], ["leave out -c, or preallocation"]),
+            (["-c", "-O", "qcow2", "-o", "preallocation=falloc", "good.raw", "out"], ["leave out -c, or preallocation"]),
+            (["-c", "-O", "qcow2", "-o", "preallocation=full", "good.raw", "out"], ["leave out -c, or preallocation"]),
             (["-O", "qcow2", "none.raw", "out"], ["none.raw", "0 bytes"]),
             (["junk", "out"], ["junk"]),
             (["-f", "qcow2", "good.raw", "out"], ["good.raw"]),
@@ -232,7 +237,10 @@ class TestCopies:
             (["-O", "qcow2", "-n", "-o", "compat=v2", "good.raw", "out"], ["-n"]),
         ):
             r.message_of(both.ours("convert", *arguments, check=False), *words)
-            r.require(not (both.dir / "out").exists(), f"{arguments} left a file behind")
+            r.require(not any((both.dir / name).exists() for name in ("out", "out.data")), f"{arguments} left a file behind")
+        both.ours("create", "-q", "-f", "qcow2", "-o", "data_file=apart.data", "apart", "1M")
+        r.message_of(both.ours("convert", "-n", "-c", "-O", "qcow2", "good.raw", "apart", check=False), "apart.data", "leave out -c")
+        both.ours("convert", "-c", "-O", "qcow2", "-o", "preallocation=off", "good.raw", "out")
 
     def test_says_how_fast_it_was(self, rand):
         """A line at the end; progress on request, also of compressed clusters; nothing with -q."""

@@ -88,6 +88,7 @@ def test_options_of_qemu_img_that_are_absent_have_a_reason(both):
     for arguments, words in (
         (["convert", "-m", "8", "a", "b"], ("-m", "vshunt chooses", "leave it out")),
         (["convert", "-B", "base", "-F", "raw", "a", "b"], ("-B", "create -b")),
+        (["convert", "-b", "base", "-F", "raw", "a", "b"], ("-b", "create -b")),
         (["convert", "-l", "one", "a", "b"], ("-l", "image snapshot -a")),
         (["commit", "a"], ("image commit", "vshunt commit")),
     ):

@@ -11,11 +11,15 @@ struct Absent {
 const ABSENT: &[Absent] = &[
     of(
         &["convert"],
-        &["-B"],
-        "a copy has the contents of the backing files; leave -B and -F out, or make an overlay with \
+        &["-B", "-b"],
+        "a copy has the contents of the backing files; leave the backing file and -F out, or make an overlay with \
         `vshunt image create -b FILE -F FORMAT`",
     ),
-    of(&["convert"], &["-F"], "it belongs to -B, and a copy has no backing file; leave it out"),
+    of(
+        &["convert"],
+        &["-F"],
+        "it belongs to a backing file (-b, -B), and a copy has no backing file; leave it out",
+    ),
     of(
         &["convert"],
         &["-S"],

@@ -6,9 +6,9 @@ use std::time::Instant;
 use vshunt_daemon::ToConvert;
 
 use super::access::{self, Wanted};
-use super::args::{ConvertArgs, CreateArgs};
+use super::args::{ConvertArgs, CreateArgs, Mode};
 use super::file::{For, ImageFile, id};
-use super::info::beside;
+use super::info::{self, beside};
 use super::progress::{Bar, summary};
 use super::{ImageFormat, bitmap, create, failed, no_qcow2};
 use crate::outcome::{Failure, Outcome, note, print};
@@ -20,10 +20,8 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     if create::is_help(&args.options) {
         return create::help(args.output_format);
     }
-    if args.compress && args.output_format == ImageFormat::Raw {
-        return Err(Failure::Usage(
-            "a raw image has no compressed clusters; leave out -c, or give -O qcow2".into(),
-        ));
+    if args.compress {
+        check_compressed(&args)?;
     }
     let (Some(from_file), Some(to_file)) = (args.from.clone(), args.to.clone()) else {
         return Err(create::no_file(
@@ -37,15 +35,8 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
         false => Vec::new(),
     };
     let new = !to_file.exists();
-    if args.no_create && new {
-        return Err(Failure::Failed(format!(
-            "{} is not there; leave out -n to have it made",
-            to_file.display()
-        )));
-    }
     if args.no_create {
-        // Reports a wait for another process, which the disk below would not.
-        ImageFile::open(&to_file, For::Writing)?;
+        check_there(&to_file)?;
     }
     let reading = if args.force_share { Wanted::Sharing } else { Wanted::Reading };
     let from = access::spec(&from_file, format, reading);
@@ -91,6 +82,40 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     match readings.iter().any(|reading| reading.lost_writes) {
         true => Err(Failure::Status(LACKS)),
         false => Ok(()),
+    }
+}
+
+/// Checks that an image that is not made is there. Reports a wait for another process, which the
+/// disk that is made of it would not.
+fn check_there(target: &Path) -> Outcome {
+    if !target.exists() {
+        let shown = target.display();
+        return Err(Failure::Failed(format!("{shown} is not there; leave out -n to have it made")));
+    }
+    ImageFile::open(target, For::Writing).map(drop)
+}
+
+/// Checks that the target can have compressed clusters.
+fn check_compressed(args: &ConvertArgs) -> Outcome {
+    let refused = |why: &str| Err(Failure::Usage(why.to_owned()));
+    if args.output_format == ImageFormat::Raw {
+        return refused("a raw image has no compressed clusters; leave out -c, or give -O qcow2");
+    }
+    let wanted = create::parsed(&args.options)?;
+    if wanted.data_file.is_some() {
+        return refused("an image with a data file has no compressed clusters; leave out -c, or data_file");
+    }
+    if wanted.preallocation.is_some_and(|mode| mode != Mode::Off) {
+        return refused("compressed clusters have no place in advance; leave out -c, or preallocation");
+    }
+    let target = args.to.as_deref().filter(|_| args.no_create);
+    match target.and_then(|target| Some((target, info::data_file(target)?))) {
+        None => Ok(()),
+        Some((target, data)) => Err(Failure::Failed(format!(
+            "{} has the data file {}, so it has no compressed clusters; leave out -c",
+            target.display(),
+            data.display()
+        ))),
     }
 }
 

@@ -23,6 +23,9 @@ struct Described {
     path: PathBuf,
     size_bytes: u64,
     space_bytes: u64,
+    /// The length of the file, or the size of the device, bytes.
+    file_bytes: u64,
+    device: bool,
     /// The metadata of a qcow2 image.
     qcow2: Option<Info>,
     /// Its map journal, if it was not closed.
@@ -71,16 +74,18 @@ fn look(path: &Path, format: Option<ImageFormat>, purpose: For) -> Outcome<(Imag
         Some(format) => format,
         None => file.probe(path)?,
     };
+    let file_bytes = file.len().map_err(io)?;
     let qcow2 = match format {
         ImageFormat::Qcow2 => Some(info(&file).map_err(|e| failed(path, &e))?),
         ImageFormat::Raw => None,
     };
     let size_bytes = match &qcow2 {
         Some(info) => info.header.size,
-        None => file.len().map_err(io)?.next_multiple_of(512),
+        None => file_bytes.next_multiple_of(512),
     };
-    let space_bytes = file.space().map_err(io)?;
-    Ok((file, Described { path: path.to_owned(), size_bytes, space_bytes, qcow2, journal: None }))
+    let (space_bytes, device) = (file.space().map_err(io)?, file.is_device());
+    let path = path.to_owned();
+    Ok((file, Described { path, size_bytes, space_bytes, file_bytes, device, qcow2, journal: None }))
 }
 
 /// Returns the path and the format of the backing image.
@@ -257,8 +262,22 @@ pub(super) fn snapshot_table(list: &[Snapshot]) -> String {
     text
 }
 
+/// Describes the file of an image, as QEMU 8.0 and newer do: a node below that of the format.
+fn json_file(of: &Described) -> Value {
+    json!({
+        "children": [],
+        "filename": of.path.display().to_string(),
+        "format": if of.device { "host_device" } else { "file" },
+        "virtual-size": of.file_bytes.next_multiple_of(512),
+        "actual-size": of.space_bytes,
+        "dirty-flag": false,
+        "format-specific": { "type": "file", "data": {} },
+    })
+}
+
 fn json(of: &Described) -> Value {
     let mut map = Map::new();
+    map.insert("children".into(), json!([{ "name": "file", "info": json_file(of) }]));
     map.insert("filename".into(), json!(of.path.display().to_string()));
     map.insert("virtual-size".into(), json!(of.size_bytes));
     map.insert("actual-size".into(), json!(of.space_bytes));
