@@ -63,7 +63,8 @@ impl Backend {
     ) -> Result<(Self, u64, Limits)> {
         Ok(match spec.format() {
             Format::Raw => {
-                let (raw, size_bytes, limits) = raw::open(spec)?;
+                let (raw, size_bytes, limits) =
+                    raw::open(spec).map_err(|e| raw::with_way_to_make(e, spec))?;
                 (Self::Raw(Arc::new(raw)), size_bytes, limits)
             }
             Format::Qcow2 => {

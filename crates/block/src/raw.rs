@@ -29,7 +29,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 
-pub(super) use open::{begins_as_qcow2, no_image, open, open_part, with_way_to_make};
+pub(super) use open::{begins_as_qcow2, no_image, open, with_way_to_make};
 pub(super) use uring::UringFiles;
 use vshunt_types::error::{Error, Result};
 
@@ -350,6 +350,8 @@ impl Raw {
         io.state.buffered = false;
         if self.direct {
             if ((io.request.offset + io.state.done) | left) & self.offset_mask != 0 {
+                // Disks and the files below a format have whole sectors.
+                debug_assert!(self.buffered.is_some(), "a direct request for a part of a sector");
                 io.state.buffered = true;
             } else if !io.request.iov.aligned(self.memory_mask, self.offset_mask as usize) {
                 return self.bounce(io, pool);

@@ -4,6 +4,7 @@
 mod bitmaps;
 mod bytes;
 mod copy;
+mod odd;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -103,6 +104,32 @@ impl Drop for LoopDevice {
     fn drop(&mut self) {
         let _ = Command::new("losetup").arg("-d").arg(&self.0).status();
     }
+}
+
+/// Runs `f` on a thread in a mount namespace of its own. `f` gets `mount`, which takes arguments
+/// and the mountpoint.
+pub(super) fn in_own_mounts(f: impl FnOnce(&dyn Fn(&[&str], &TempDir) -> bool) + Send) {
+    let mount = |args: &[&str], dir: &TempDir| {
+        // This thread makes the child, so it shares the namespace.
+        let done = Command::new("mount").args(args).arg(dir.path()).status().unwrap().success();
+        if !done {
+            eprintln!("skipped: what needs mount {args:?}");
+        }
+        done
+    };
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            // SAFETY: the call accesses no memory. CLONE_NEWNS on one thread does not affect the
+            // others.
+            if unsafe { libc::unshare(libc::CLONE_NEWNS | libc::CLONE_FS) } != 0 {
+                eprintln!("skipped: what needs mounts: {}", std::io::Error::last_os_error());
+                return;
+            }
+            let made = Command::new("mount").args(["--make-rprivate", "/"]).status();
+            assert!(made.unwrap().success(), "what is mounted now would be everybody's");
+            f(&mount);
+        });
+    });
 }
 
 /// Random numbers from a seed. Each test names its seed.

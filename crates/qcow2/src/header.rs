@@ -18,6 +18,8 @@ const LEN_V3: usize = 104;
 /// Length with the compression type, padded to a multiple of 8.
 const LEN_COMPRESSION: usize = 112;
 
+/// Bytes of a sector of the disk.
+const SECTOR: u64 = 512;
 /// Least bytes of a write of metadata, unless clusters are smaller.
 pub(crate) const UNIT: u64 = 4096;
 /// log2 of the smallest and the largest cluster.
@@ -99,7 +101,7 @@ pub struct Header {
     pub version: u32,
     /// log2 of a cluster's bytes.
     pub cluster_bits: u32,
-    /// Size of the disk in bytes.
+    /// Size of the disk in bytes. A header that was parsed has whole sectors of 512 bytes.
     pub size: u64,
     /// Entries of the L1 table.
     pub l1_size: u32,
@@ -137,6 +139,13 @@ pub struct Header {
     pub unknown: Vec<(u32, Vec<u8>)>,
     /// The unknown bytes behind the known header, which are kept.
     pub extra: Vec<u8>,
+}
+
+/// Returns the size of a disk for the size that an image gives, in bytes. As in QEMU, a disk has
+/// whole sectors of 512 bytes, and ends before a sector that it would have in part. (Other programs
+/// make images of any size.)
+pub(crate) fn whole_sectors(size: u64) -> u64 {
+    size / SECTOR * SECTOR
 }
 
 fn text(bytes: &[u8], what: &str) -> Result<String> {
@@ -203,7 +212,7 @@ impl Header {
         let mut h = Self {
             version,
             cluster_bits,
-            size: be64(first, 24),
+            size: whole_sectors(be64(first, to_usize(SIZE_AT))),
             l1_size: be32(first, 36),
             l1_offset: be64(first, 40),
             reftable_offset: be64(first, 48),

@@ -3,7 +3,7 @@
 use crate::bytes::{array, be16, be32, be64, low_u16, low_u32, to_usize};
 use crate::change::Change;
 use crate::entry::{COPIED, OFFSET};
-use crate::header::{Header, L1_BYTES_MAX, SNAPSHOTS_MAX, incompatible};
+use crate::header::{Header, L1_BYTES_MAX, SNAPSHOTS_MAX, incompatible, whole_sectors};
 use crate::{Error, Image, Result, bitmap, image};
 
 /// Bytes of one entry's fixed part.
@@ -255,7 +255,7 @@ pub fn apply(image: &mut Image<'_>, which: &str) -> Result<()> {
     let (list, at) = find(image, which)?;
     let snapshot = list.get(at).ok_or_else(|| missing(which))?;
     let mut header = image.header.clone();
-    header.size = snapshot.disk_size.unwrap_or(header.size);
+    header.size = snapshot.disk_size.map_or(header.size, whole_sectors);
     if header.size > i64::MAX as u64 {
         return Err(Error::corrupt(format!("snapshot {which} of a disk of {} bytes", header.size)));
     }

@@ -5,7 +5,7 @@
 
 use crate::bytes::to_usize;
 use crate::entry::{COMPRESSED, COPIED, OFFSET, ZERO};
-use crate::header::{Header, incompatible};
+use crate::header::{Header, incompatible, whole_sectors};
 use crate::{Error, Image, Result, Storage, image, refcount, snapshot};
 
 /// The contents of a part of the disk.
@@ -73,7 +73,7 @@ impl<'s> Reader<'s> {
     pub fn of_snapshot(file: &'s dyn Storage, which: &str) -> Result<Self> {
         let image = Image::open(file)?;
         let found = snapshot::named(&image, which)?;
-        let size = found.disk_size.unwrap_or(image.header().size);
+        let size = found.disk_size.map_or(image.header().size, whole_sectors);
         let entries = Header { size, ..image.header().clone() }.l1_needed().min(found.l1_size.into());
         Self::of(image, found.l1_offset, entries, size)
     }

@@ -20,7 +20,7 @@ use super::journal_file::{self, JournalFile};
 use super::{Qcow2, repair_command};
 use crate::file_storage::in_folder_of;
 use crate::image_file::{ImageFile, Remote, remote_of};
-use crate::limits::{Limits, SECTOR_BYTES};
+use crate::limits::Limits;
 use crate::overlay_xattr;
 use crate::raw;
 
@@ -39,11 +39,12 @@ struct OpenFiles {
 type Plain = Box<dyn Storage>;
 
 impl OpenFiles {
-    /// Opens one more file. Returns its number, its size, and a storage to read it.
+    /// Opens one more file. Returns its number, the size of a raw disk in it, and a storage to read
+    /// it.
     fn add(&mut self, spec: &DiskSpec) -> Result<(FileId, u64, Plain)> {
         let (file, size, limits) = match remote_of(spec)? {
             None => {
-                let (raw, size, limits) = raw::open_part(spec)?;
+                let (raw, size, limits) = raw::open(spec)?;
                 (ImageFile::Local(raw), size, limits)
             }
             Some(part) => {
@@ -79,7 +80,7 @@ pub(crate) fn open(spec: &DiskSpec, growable: bool, remote: Option<Remote>) -> R
     // data.
     let cache = if spec.cache == Cache::Unsafe { Cache::Unsafe } else { Cache::Writeback };
     let top = open_image(&mut opened, &DiskSpec { cache, size: None, ..spec.clone() }, path, growable)
-        .map_err(|e| raw::with_way_to_make(e, spec, path))?;
+        .map_err(|e| raw::with_way_to_make(e, spec))?;
     let (image, mut backing, mut unclean) = (top.image, top.backing, Vec::from_iter(top.unclean));
     let size = image.size();
     if spec.size.is_some_and(|s| s != size) {
@@ -87,12 +88,6 @@ pub(crate) fn open(spec: &DiskSpec, growable: bool, remote: Option<Remote>) -> R
             "{} has a disk of {size} bytes, not {}: the size of a qcow2 disk is taken from the image, leave out size=",
             path.display(),
             spec.size.unwrap_or(0)
-        )));
-    }
-    if !size.is_multiple_of(SECTOR_BYTES) {
-        return Err(Error::invalid(format!(
-            "{} has a disk of {size} bytes; the size of a disk must be a multiple of 512",
-            path.display()
         )));
     }
     let (mut layers, mut backing_bytes) = (Vec::new(), None);

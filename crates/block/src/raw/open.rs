@@ -22,22 +22,15 @@ use crate::lock;
 use crate::memory::Mapping;
 use crate::path_fd::{PathFd, has_name_of_qcow2, open_image};
 
-/// Opens, locks and probes the image of `spec`.
-pub(crate) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
-    open_any(spec, true).map_err(|e| match &spec.file {
-        Some(path) => with_way_to_make(e, spec, path),
-        None => e,
-    })
-}
-
 /// Adds to the error for a missing image of a disk how a new one is made. Not for an image that
 /// another one names: a new file in its place would read as zeroes.
-pub(crate) fn with_way_to_make(e: Error, spec: &DiskSpec, path: &Path) -> Error {
+pub(crate) fn with_way_to_make(e: Error, spec: &DiskSpec) -> Error {
+    let Some(path) = &spec.file else { return e };
     let device = path.starts_with("/dev") && !path.starts_with("/dev/shm");
     let in_folder = path.parent().is_none_or(|p| p.as_os_str().is_empty() || p.exists());
     // Else another file is missing that the image needs, or the remedy is given already.
     let missing = std::fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
-    if e.kind() != Kind::NotFound || spec.uri.is_some() || device || !in_folder || !missing {
+    if e.kind() != Kind::NotFound || device || !in_folder || !missing {
         return e;
     }
     let shown = path.display();
@@ -48,12 +41,9 @@ pub(crate) fn with_way_to_make(e: Error, spec: &DiskSpec, path: &Path) -> Error 
     e.remedy(format!("{makes} would make an empty one of 10 GiB"))
 }
 
-/// [`open`] for a file of a qcow2 image, which may have any size.
-pub(crate) fn open_part(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
-    open_any(spec, false)
-}
-
-fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
+/// Opens, locks and probes a file: the image of a raw disk, or a file below an image format.
+/// Returns it with the [size of the disk](image_size) in it, bytes.
+pub(crate) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
     let Some(path) = &spec.file else { return Err(no_image(spec)) };
     let shown = path.display();
     let path_fd = PathFd::open(path).map_err(|e| open_error(path, spec, e))?;
@@ -69,11 +59,7 @@ fn open_any(spec: &DiskSpec, whole: bool) -> Result<(Raw, u64, Limits)> {
     if spec.locking {
         lock::lock(&file, path, spec.readonly)?;
     }
-    let size_bytes = match whole {
-        true => image_size(&file, path, block_device)?,
-        false if block_device => image_size(&file, path, true)?,
-        false => meta.len(),
-    };
+    let size_bytes = image_size(&file, path, block_device)?;
     if spec.size.is_some_and(|s| s != size_bytes) {
         return Err(Error::invalid(format!(
             "{shown} has {size_bytes} bytes, not {}: the size of a raw disk is taken from the file, leave out size=",

@@ -2,7 +2,6 @@ use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::process::Command;
 
-use tempfile::TempDir;
 use vshunt_engine::{Token, Uring};
 use vshunt_types::error::Kind as ErrorKind;
 use vshunt_types::spec::{Cache, Direct, DiskSpec};
@@ -11,7 +10,7 @@ use super::*;
 use crate::Disk;
 use crate::backend::Backend;
 use crate::handle::Handle;
-use crate::tests::{Ask, LoopDevice, Rig, image, is_root, open_soon, raw_spec, scratch};
+use crate::tests::{Ask, LoopDevice, Rig, image, in_own_mounts, is_root, open_soon, raw_spec, scratch};
 
 const SIZE: u64 = 4 << 20;
 
@@ -585,32 +584,6 @@ fn what_can_only_be_read_says_so() {
         mount(&["--bind", dir.path().to_str().unwrap()], &dir);
         mount(&["-o", "remount,ro,bind"], &dir);
         fails(&path, "Read-only file system");
-    });
-}
-
-/// Runs `f` on a thread in a mount namespace of its own. `f` gets `mount`, which takes arguments
-/// and the mountpoint.
-fn in_own_mounts(f: impl FnOnce(&dyn Fn(&[&str], &TempDir) -> bool) + Send) {
-    let mount = |args: &[&str], dir: &TempDir| {
-        // This thread makes the child, so it shares the namespace.
-        let done = Command::new("mount").args(args).arg(dir.path()).status().unwrap().success();
-        if !done {
-            eprintln!("skipped: what needs mount {args:?}");
-        }
-        done
-    };
-    std::thread::scope(|s| {
-        s.spawn(|| {
-            // SAFETY: the call accesses no memory. CLONE_NEWNS on one thread does not affect the
-            // others.
-            if unsafe { libc::unshare(libc::CLONE_NEWNS | libc::CLONE_FS) } != 0 {
-                eprintln!("skipped: what needs mounts: {}", std::io::Error::last_os_error());
-                return;
-            }
-            let made = Command::new("mount").args(["--make-rprivate", "/"]).status();
-            assert!(made.unwrap().success(), "what is mounted now would be everybody's");
-            f(&mount);
-        });
     });
 }
 

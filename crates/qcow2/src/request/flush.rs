@@ -189,7 +189,7 @@ impl Request {
                 run.freed += count;
                 let (offset, len) = (start << image.cluster_bits, count << image.cluster_bits);
                 // A device may end where the disk does.
-                let len = len.min(image.size().next_multiple_of(512) - offset);
+                let len = len.min(image.size() - offset);
                 return self.step(Pending::Flush, Step::Discard { file: image.data, offset, len });
             }
         }

@@ -170,7 +170,7 @@ fn source(args: &ConvertArgs, from: &Path) -> Outcome<(ImageFormat, u64)> {
     };
     // A raw file may end within a sector. The rest of that sector reads as zeroes.
     match size.checked_next_multiple_of(512) {
-        Some(rounded) if size > 0 => Ok((format, rounded)),
+        Some(rounded) if size > 0 || format == ImageFormat::Qcow2 => Ok((format, rounded)),
         _ => Err(Failure::Failed(format!("{shown} has {size} bytes, which is no size of a disk"))),
     }
 }
