@@ -327,11 +327,11 @@ impl ImageFile {
         }
     }
 
-    /// Cuts a file of this host to `end` if it is longer.
-    pub(super) fn cut_to(&self, end: u64) {
+    /// Lets a file of this host end at `end`. A device keeps its length.
+    pub(super) fn end_at(&self, end: u64) {
         let Self::Local(raw) = self else { return };
         let file = raw.image();
-        if raw.is_file() && file.metadata().is_ok_and(|m| m.len() > end) {
+        if raw.is_file() && file.metadata().is_ok_and(|m| m.len() != end) {
             let _ = file.set_len(end);
         }
     }

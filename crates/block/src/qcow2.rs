@@ -262,8 +262,9 @@ impl Qcow2 {
         if self.readonly {
             return true;
         }
-        // Clusters that were reserved at the end and not used.
-        self.files[0].cut_to(self.chain.top().end());
+        // Without clusters that were reserved at the end and not used, and with all of the last
+        // one: other programs may not read an image that ends inside it.
+        self.files[0].end_at(self.chain.top().end());
         let plain = || self.files[0].storage(false, self.no_sync);
         // Before the bitmaps, since they are changed only in an image that is not marked as open.
         if self.marked {

@@ -453,7 +453,8 @@ impl<'i, 's> Change<'i, 's> {
         self.trim()
     }
 
-    /// Truncates the file behind the last cluster in use.
+    /// Lets the file end with the last cluster in use. A wrong count makes it no longer than whole
+    /// clusters.
     fn trim(&mut self) -> Result<()> {
         let (h, order) = (&self.image.header, self.image.header.refcount_order);
         let (size, entries) = (h.cluster_size(), h.refblock_entries());
@@ -462,7 +463,8 @@ impl<'i, 's> Change<'i, 's> {
             let last = (0..to_usize(entries)).rev().find(|slot| refcount::get(&block, *slot, order) != 0);
             if let Some(slot) = last {
                 let end = (n as u64 * entries + slot as u64 + 1) * size;
-                if end < self.image.len && self.image.file.set_len(end).is_ok() {
+                let end = end.min(self.image.len.next_multiple_of(size));
+                if end != self.image.len && self.image.file.set_len(end).is_ok() {
                     self.image.len = end;
                 }
                 break;

@@ -44,6 +44,7 @@ const EIO: i32 = -5;
 const EINVAL: i32 = -22;
 const ENOSPC: i32 = -28;
 const EROFS: i32 = -30;
+const EOPNOTSUPP: i32 = -95;
 
 /// The operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -179,8 +180,9 @@ pub enum Step {
         /// The length.
         len: u64,
     },
-    /// Allocates the space of a range at a file's end, as far as the file system can do that. Later
-    /// writes are much faster then. It never makes the file shorter.
+    /// Allocates the space of a range at a file's end. Later writes are much faster then. It never
+    /// makes the file shorter. `EOPNOTSUPP`: the file has no space ahead, so a write makes it
+    /// longer. A file that keeps its length needs nothing.
     Extend {
         /// The file.
         file: FileId,
@@ -229,8 +231,15 @@ enum Pending {
     /// Reads a refcount block at this offset.
     Counts(u64),
     Table,
-    /// Allocates space of the file, up to this offset.
-    Extend(u64),
+    /// Allocates space of the file.
+    Extend {
+        /// The end of the space.
+        to: u64,
+        /// The end of the clusters that the request needs.
+        need: u64,
+    },
+    /// Writes the end of the clusters that the request needs, so that the file reaches to there.
+    Lengthen(u64),
     Flush,
     /// Writes the header with a new generation.
     Generation,
@@ -362,7 +371,8 @@ impl Request {
                     return self.fail(failed, cx);
                 }
             }
-            Pending::Extend(len) => {
+            Pending::Extend { need, .. } if failed == EOPNOTSUPP => return self.lengthen(need, cx),
+            Pending::Extend { to: len, .. } | Pending::Lengthen(len) => {
                 self.extended((failed == 0).then_some(len), cx);
                 if failed < 0 && !(failed == ENOSPC && self.wants_less(cx)) {
                     return self.fail(failed, cx);

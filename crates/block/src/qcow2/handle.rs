@@ -166,11 +166,8 @@ impl Qcow2Handle {
     fn resume_steps(&self, pool: &Pool, uring: &mut Uring, io: &mut Io, token: Token, res: i32) -> Step {
         let Some(mut state) = io.state.qcow2.take() else { return Step::Done(-libc::EIO) };
         let step = if std::mem::take(&mut state.direct) {
-            // Block devices and some file systems cannot allocate space. The request continues
-            // without.
-            let without = std::mem::take(&mut state.extends)
-                && matches!(-res, libc::EOPNOTSUPP | libc::ENODEV | libc::ENOSYS);
-            Some(if without { 0 } else { res })
+            let extends = std::mem::take(&mut state.extends);
+            Some(if extends { self.after_extend(res) } else { res })
         } else {
             let (file, handle) = self.file(state.file);
             done(file.resume(handle, pool, uring, &mut state.inner, token, res))
@@ -185,6 +182,20 @@ impl Qcow2Handle {
         };
         io.state.qcow2 = Some(state);
         step
+    }
+
+    /// Returns the result of [`Extend`](qcow2::Step::Extend) for that of fallocate.
+    fn after_extend(&self, res: i32) -> i32 {
+        match -res {
+            // A block device keeps its length.
+            libc::EOPNOTSUPP | libc::ENODEV | libc::ENOSYS
+                if self.image.image().local().is_none_or(|raw| !raw.is_file()) =>
+            {
+                0
+            }
+            libc::ENODEV | libc::ENOSYS => -libc::EOPNOTSUPP,
+            _ => res,
+        }
     }
 
     /// See [`DiskHandle::detach`](crate::DiskHandle::detach).
@@ -266,7 +277,9 @@ impl Qcow2Handle {
                         unsafe { uring.push(entry, token) };
                         return Step::Wait;
                     }
-                    // A file in memory grows by each write without cost, a remote file never.
+                    // Space ahead would be memory that nothing uses.
+                    (ImageFile::Local(_), _) => Some(-libc::EOPNOTSUPP),
+                    // A remote file never grows.
                     _ => Some(0),
                 },
                 other => done(self.transfer(pool, uring, io, state, token, other)),

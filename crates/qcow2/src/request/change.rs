@@ -271,8 +271,23 @@ impl Request {
         growth.running = true;
         drop(growth);
         let more = if self.no_more { 0 } else { image.growth_bytes };
-        let (offset, to) = (image.file_len.load(Acquire), end + more);
-        Some(self.step(Pending::Extend(to), Step::Extend { file: image.file, offset, len: to - offset }))
+        // Whole clusters: other programs may not read a last one that is cut.
+        let to = (end + more).next_multiple_of(image.cluster_size());
+        let offset = image.file_len.load(Acquire);
+        let step = Step::Extend { file: image.file, offset, len: to - offset };
+        Some(self.step(Pending::Extend { to, need: end }, step))
+    }
+
+    /// Makes the file longer where no space is allocated ahead, by a write to the end of the
+    /// reserve: other programs may not read a last cluster that is cut. `end` is the end of the
+    /// reserve, whose clusters read as zeroes and are this queue's, so no other write is lost.
+    pub(super) fn lengthen(&mut self, end: u64, cx: &Context<'_>) -> Step {
+        let image = cx.chain.top();
+        let unit = image.unit();
+        // The data buffer may have what the request is going to write.
+        self.meta.reset(to_usize(unit));
+        self.pending = Pending::Lengthen(end);
+        Step::Write { file: image.file, offset: end - unit, buf: Buf::Meta, range: 0..to_usize(unit) }
     }
 
     /// There was no space. Returns whether there may be space for less: first no space is allocated

@@ -165,3 +165,43 @@ fn a_table_lies_within_the_file_where_no_space_is_taken_ahead() {
     assert_ne!(table, 0);
     assert!(table + header.cluster_size() <= disk.files[0].len().unwrap());
 }
+
+/// Runs a write, or another change, on a file that has no space ahead.
+fn run_without_space_ahead(disk: &mut Disk, mut started: Started) {
+    loop {
+        match started.step {
+            Step::Extend { .. } => disk.wake(&mut started, -95),
+            Step::Done(res) => break assert_eq!(res, 0),
+            _ => assert!(disk.step(&mut started)),
+        }
+    }
+}
+
+#[test]
+fn the_file_has_all_of_its_last_cluster_where_no_space_is_taken_ahead() {
+    for cluster_size in [512, 1 << 16] {
+        let options = Options { cluster_size, ..Options::new(1 << 20) };
+        let below = Memory::new(vec![0; 1 << 20], 64 << 20);
+        below.write_at(1 << 18, &[5; 1 << 17]).unwrap();
+        let backing = Some(("base".to_owned(), "raw".to_owned()));
+        let mut disk = Disk::open(testing::new(&Options { backing, ..options }), Some(below));
+        let whole = |disk: &Disk, what: &str| {
+            let len = disk.files[0].len().unwrap();
+            assert!(len.is_multiple_of(cluster_size), "{what}: {len} bytes in clusters of {cluster_size}");
+            assert!(len >= disk.chain.top().end(), "{what}: {len} bytes");
+        };
+        for (n, at) in [0, 1 << 19, 1 << 17].into_iter().enumerate() {
+            let write = disk.start(Op::Write, at + 512, vec![n as u8 + 1; 512], 512);
+            run_without_space_ahead(&mut disk, write);
+            whole(&disk, "after a write");
+        }
+        let populate = disk.start(Op::Populate, 1 << 18, Vec::new(), 1 << 17);
+        run_without_space_ahead(&mut disk, populate);
+        whole(&disk, "after a copy from below");
+        disk.other(Op::Flush, 0, 0);
+        whole(&disk, "after a flush");
+        assert_eq!(disk.read((1 << 19) + 512, 512), [2; 512]);
+        assert_eq!(disk.read(1 << 18, 1 << 17), [5; 1 << 17]);
+        testing::assert_clean(&*disk.close(), "after all");
+    }
+}
