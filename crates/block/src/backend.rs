@@ -5,6 +5,7 @@ use std::sync::Arc;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Direct, DiskSpec, Format};
 
+use super::file_times::FileTimes;
 use super::image_file::Remote;
 use super::limits::{Limits, SECTOR_BYTES, why_no_size};
 use super::memory::Ram;
@@ -93,6 +94,17 @@ impl Backend {
             Self::Null | Self::Ram(_) | Self::Nbd(_) | Self::Frozen | Self::Gone => (None, None),
         };
         raw.into_iter().chain(image.into_iter().flat_map(|image| image.files()))
+    }
+
+    /// Returns the times that the files of the disk itself had before they were opened: for a qcow2
+    /// image the later ones of the image and its data file. None without such a file.
+    pub(super) fn file_times(&self) -> Option<FileTimes> {
+        let files = match self {
+            Self::Raw(raw) => return Some(raw.times()),
+            Self::Qcow2(image) => image.own_files(),
+            Self::Null | Self::Ram(_) | Self::Nbd(_) | Self::Frozen | Self::Gone => return None,
+        };
+        files.map(Raw::times).reduce(FileTimes::later)
     }
 
     /// Returns the URI if the disk, or its image, is on a server.

@@ -5,6 +5,7 @@
 
 mod frozen;
 mod size;
+mod times;
 
 use std::fs::File;
 use std::path::Path;
@@ -27,6 +28,9 @@ use super::write_observers::WriteObservers;
 use super::{image_file, lock, overlay_xattr, raw};
 
 pub(super) use self::frozen::Frozen;
+pub use self::times::FileAttributes;
+use self::times::Times;
+pub(super) use self::times::WriteMark;
 
 /// How long [`Disk::close`] waits for other users of the disk, ms.
 const CLOSE_MS_MAX: u32 = 10_000;
@@ -58,6 +62,7 @@ pub struct Disk {
     closed: AtomicBool,
     // Any thread.
     pub(super) failures: Failures,
+    pub(super) times: Times,
     pub(super) size_bytes: AtomicU64,
     pub(super) alignment: AtomicU64,
     pub(super) zero_alignment: AtomicU64,
@@ -112,6 +117,7 @@ impl Disk {
         let (backend, size_bytes, limits) = Backend::open(spec, false)?;
         let lost_writes = matches!(&backend, Backend::Qcow2(image) if image.lost_writes());
         let (alignment, zero_alignment) = (backend.alignment(), backend.zero_alignment(limits.block_size));
+        let times = Times::new(backend.file_times());
         Ok(Arc::new(Self {
             backend: RwLock::new(backend),
             observers: RwLock::default(),
@@ -125,6 +131,7 @@ impl Disk {
             lost_writes,
             closed: AtomicBool::new(false),
             failures: Failures::default(),
+            times,
             size_bytes: AtomicU64::new(size_bytes),
             alignment: AtomicU64::new(alignment),
             zero_alignment: AtomicU64::new(zero_alignment),
@@ -259,7 +266,12 @@ impl Disk {
     /// The system's.
     pub fn merge(self: &Arc<Self>, offset: u64, bytes: &[u8], fua: bool) -> std::io::Result<()> {
         match &self.backend() {
-            Backend::Raw(raw) if self.write_observers().is_idle() => raw.merge(offset, bytes, fua),
+            Backend::Raw(raw) if self.write_observers().is_idle() => {
+                let done = raw.merge(offset, bytes, fua);
+                // Also a write that failed may have written a part.
+                self.times.changed();
+                done
+            }
             _ => self.merge_as_queue(offset, bytes, fua),
         }
     }

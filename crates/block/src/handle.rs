@@ -16,7 +16,7 @@ use self::frozen::FrozenHandle;
 use self::split::SplitRequests;
 use super::backend::{Backend, null};
 use super::bounce::Pool;
-use super::disk::Disk;
+use super::disk::{Disk, WriteMark};
 use super::failures::Storage;
 use super::memory::Ram;
 use super::nbd::NbdHandle;
@@ -37,6 +37,8 @@ pub struct DiskHandle {
     /// The fleecing file of a backup, for the old data that writes replace.
     fleece: Option<Box<DiskHandle>>,
     split: SplitRequests,
+    /// Set when a request that changes the disk is complete. None: the image's file has the times.
+    written: Option<Arc<WriteMark>>,
     /// The disk closes its image when its last reference is dropped.
     pub(super) disk: Arc<Disk>,
 }
@@ -62,6 +64,8 @@ impl Disk {
         let fleece = copy.filter(|copy| copy.is_fleeced()).and_then(|_| self.fleece());
         handle.fleece = fleece.map(|file| Box::new(file.attach(uring)));
         handle.observers = observers;
+        let file_has_times = matches!(&handle.handle, Handle::Raw { raw, .. } if raw.is_file());
+        handle.written = (!self.readonly && !file_has_times).then(|| self.times.mark());
         handle
     }
 
@@ -81,7 +85,15 @@ impl Disk {
             },
             Backend::Gone => Handle::Gone,
         };
-        DiskHandle { handle, pool: Pool::default(), observers: None, fleece: None, split, disk: self.clone() }
+        DiskHandle {
+            handle,
+            pool: Pool::default(),
+            observers: None,
+            fleece: None,
+            split,
+            written: None,
+            disk: self.clone(),
+        }
     }
 }
 
@@ -186,6 +198,12 @@ impl DiskHandle {
         if let Step::Done(res) = step {
             if res < 0 {
                 self.failed(io, -res, asked);
+            }
+            // Also a request that failed may have written a part.
+            if io.request.op.changes()
+                && let Some(mark) = &self.written
+            {
+                mark.set();
             }
             io.request.iov.clear();
         }

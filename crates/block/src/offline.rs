@@ -63,7 +63,7 @@ impl Disk {
     /// [`replace`](Self::replace).
     pub fn resize_closed(self: &Arc<Self>, now: &DiskSpec, size_bytes: u64) -> Result<()> {
         Self::check_size(size_bytes)?;
-        self.offline_owned(now, self.size_bytes().min(size_bytes), |image, closed| {
+        let resized = self.offline_owned(now, self.size_bytes().min(size_bytes), |image, closed| {
             if self.growable() {
                 return Ok(qcow2::resize::resize_with_room(image, size_bytes, closed.backing_bytes));
             }
@@ -74,7 +74,9 @@ impl Disk {
             let data = data.as_deref();
             let around = Around { data, below: closed.backing_bytes, preallocation: Preallocation::Off };
             Ok(qcow2::resize::resize(image, size_bytes, &around, &mut |_, _| {}))
-        })
+        });
+        self.times.changed();
+        resized
     }
 
     /// Copies the last cluster of the disk from the backing image if the disk ends inside it.

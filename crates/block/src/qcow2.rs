@@ -42,6 +42,8 @@ pub(super) struct Qcow2 {
     chain: Chain,
     /// The files by number: the image, its data file if it has one, its backing images.
     files: Vec<ImageFile>,
+    /// How many of them are the image and its data file.
+    own_files: usize,
     /// Size of the backing image, bytes, if there is one.
     backing_bytes: Option<u64>,
     bitmaps: Bitmaps,
@@ -105,6 +107,11 @@ impl Qcow2 {
     /// and its backing images.
     pub(super) fn files(&self) -> impl Iterator<Item = &Raw> {
         self.files.iter().filter_map(ImageFile::local)
+    }
+
+    /// Returns the image and its data file, as far as they are on this host.
+    pub(super) fn own_files(&self) -> impl Iterator<Item = &Raw> {
+        self.files.iter().take(self.own_files).filter_map(ImageFile::local)
     }
 
     /// Returns the file of the image.

@@ -34,6 +34,7 @@ pub(super) use uring::UringFiles;
 use vshunt_types::error::{Error, Result};
 
 use super::bounce::{AlignedBuf, Pool};
+use super::file_times::FileTimes;
 use super::io::Stage;
 use super::limits::SECTOR_BYTES;
 use super::memory::Mapping;
@@ -82,6 +83,8 @@ pub(super) struct Raw {
     path: PathBuf,
     /// Device number and inode.
     id: (u64, u64),
+    /// Its times when it was opened.
+    times: FileTimes,
     file: Arc<File>,
     known: SharedFile,
     /// The same file without O_DIRECT, for requests that O_DIRECT refuses.
@@ -133,6 +136,11 @@ impl Raw {
     /// Returns the device number and inode.
     pub(super) fn id(&self) -> (u64, u64) {
         self.id
+    }
+
+    /// Returns the times that the file had when it was opened.
+    pub(super) fn times(&self) -> FileTimes {
+        self.times
     }
 
     /// Returns whether a path leads to this image. No request goes to a FUSE mount, which this

@@ -145,6 +145,7 @@ impl Disk {
         };
         finish(&backend, self.cache, self.readonly)
             .map_err(|e| Error::io(format_args!("cannot bring {path} to stable storage"), e))?;
+        self.keep_file_times(&backend);
         let old = std::mem::replace(&mut *backend, Backend::Gone);
         let mut held: Vec<Held> = Vec::new();
         held.extend(locked.iter().map(|file| Held { file: file.clone(), readonly: false }));
@@ -250,6 +251,7 @@ impl Disk {
     /// Returns what the disk was made of.
     pub fn continue_in(&self, now: &DiskSpec, target: &Self) -> OldImage {
         let mut backend = self.backend.write_locked();
+        self.keep_file_times(&backend);
         let next = std::mem::replace(&mut *target.backend.write_locked(), Backend::Gone);
         self.alignment.store(next.alignment(), Ordering::Release);
         self.zero_alignment.store(next.zero_alignment(self.limits.block_size), Ordering::Release);

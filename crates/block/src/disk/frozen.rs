@@ -10,6 +10,7 @@ use vshunt_types::spec::Cache;
 use vshunt_types::sync::LockedShared;
 
 use super::Disk;
+use super::times::Times;
 use crate::backend::Backend;
 use crate::copy_before_write::CopyBeforeWrite;
 use crate::failures::Failures;
@@ -49,6 +50,7 @@ impl Disk {
             lost_writes: false,
             closed: AtomicBool::new(false),
             failures: Failures::default(),
+            times: Times::new(None),
             size_bytes: AtomicU64::new(size_bytes),
             alignment: AtomicU64::new(alignment),
             zero_alignment: AtomicU64::new(alignment),

@@ -70,6 +70,7 @@ impl Disk {
             )),
         };
         self.size_bytes.store(if resized.is_ok() { size_bytes } else { old }, Ordering::Release);
+        self.times.changed();
         resized
     }
 
@@ -104,6 +105,8 @@ impl Disk {
             }
         };
         self.size_bytes.store(if cut.is_ok() { size_bytes } else { old }, Ordering::Release);
+        // Also a change that failed may have cleared bytes.
+        self.times.changed();
         cut
     }
 
@@ -136,6 +139,7 @@ impl Disk {
             }
         }
         self.size_bytes.store(size_bytes, Ordering::Release);
+        self.times.changed();
         Ok(true)
     }
 }

@@ -81,6 +81,7 @@ pub(crate) fn open(spec: &DiskSpec, growable: bool, remote: Option<Remote>) -> R
     let cache = if spec.cache == Cache::Unsafe { Cache::Unsafe } else { Cache::Writeback };
     let top = open_image(&mut opened, &DiskSpec { cache, size: None, ..spec.clone() }, path, growable)
         .map_err(|e| raw::with_way_to_make(e, spec))?;
+    let own_files = opened.files.len();
     let (image, mut backing, mut unclean) = (top.image, top.backing, Vec::from_iter(top.unclean));
     let size = image.size();
     if spec.size.is_some_and(|s| s != size) {
@@ -124,6 +125,7 @@ pub(crate) fn open(spec: &DiskSpec, growable: bool, remote: Option<Remote>) -> R
         lost_writes: top.lost_writes,
         unclean,
         files: opened.files,
+        own_files,
         backing_bytes,
         bitmaps: top.bitmaps,
         readonly: spec.readonly,

@@ -17,6 +17,7 @@ use vshunt_types::spec::{Cache, Direct, DiskSpec, Format};
 use super::probe::{self, Device, FileSystem};
 use super::{Durable, Raw, SharedFile, ZERO_BYTES, method};
 use crate::bounce::BOUNCE_ALIGN;
+use crate::file_times::FileTimes;
 use crate::limits::{Limits, SECTOR_BYTES, why_no_size};
 use crate::lock;
 use crate::memory::Mapping;
@@ -75,7 +76,7 @@ pub(crate) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
     let punches = match &device {
         _ if spec.readonly => false,
         Some(_) => true,
-        None => probe::punches_holes(&file, size_bytes),
+        None => probe::punches_holes(&file, size_bytes, FileTimes::of(&meta)),
     };
     let limits = limits(&meta, device.as_ref(), spec.readonly, punches);
     let zeroes =
@@ -91,6 +92,7 @@ pub(crate) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
     let raw = Raw {
         path: path.clone(),
         id: (meta.dev(), meta.ino()),
+        times: FileTimes::of(&meta),
         known: file.clone(),
         file,
         buffered,

@@ -9,6 +9,8 @@ use std::path::PathBuf;
 
 use rustix::fs::{AtFlags, FallocateFlags, StatxFlags};
 
+use crate::file_times::{FileTimes, NewTime, set_times};
+
 /// `BLKGETSIZE64` of linux/fs.h: `_IOR(0x12, 114, size_t)`. The direction bits differ between
 /// architectures.
 const BLKGETSIZE64: libc::Ioctl =
@@ -58,15 +60,20 @@ pub(super) fn direct_align(file: &File, logical_block: u32) -> Option<(usize, u6
 }
 
 /// Returns whether the file system can punch holes. It is tried beyond the end of the file, where
-/// there is no data.
-pub(super) fn punches_holes(file: &File, size_bytes: u64) -> bool {
+/// there is no data. `times` are those of the file: it keeps its time of the last change.
+pub(super) fn punches_holes(file: &File, size_bytes: u64, times: FileTimes) -> bool {
     const LEN: u64 = 4096;
     let Some(at) = size_bytes.checked_next_multiple_of(LEN).filter(|a| *a < i64::MAX as u64 - LEN) else {
         return true;
     };
     match rustix::fs::fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, at, LEN) {
         Err(e) => !matches!(e, rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS),
-        Ok(()) => true,
+        Ok(()) => {
+            // The kernel counts the attempt as a write. Only the owner of the file and root may set
+            // another time.
+            let _ = set_times(file, NewTime::Keep, NewTime::At(times.mtime));
+            true
+        }
     }
 }
 

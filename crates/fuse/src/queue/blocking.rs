@@ -7,7 +7,6 @@
 //! A queue hands over a [`Task`] and continues. Its eventfd is signalled when the [`TaskResult`] is
 //! in its [`CompletionQueue`].
 
-use std::fs::Metadata;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
@@ -16,7 +15,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use vshunt_types::sync::Locked;
 
-use vshunt_block::Disk;
+use vshunt_block::{Disk, FileAttributes, NewTime};
 use vshunt_engine::EventFd;
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 use vshunt_types::error::{Error, Result};
@@ -62,10 +61,10 @@ pub(super) enum Task {
     Seek { offset: u64, size: u64, hole: bool },
     /// `statvfs`.
     Statfs,
-    /// `fstat` of an image for which that call may wait.
-    Metadata,
-    /// `futimens`; of each: seconds, nanoseconds.
-    Times { atime: (i64, i64), mtime: (i64, i64) },
+    /// The attributes of a disk whose files may make that call wait.
+    Attributes,
+    /// `futimens`.
+    Times { atime: NewTime, mtime: NewTime },
     /// A write that is no multiple of blocks. `grow`: another request may have shortened the file
     /// meanwhile.
     Merge { offset: u64, bytes: BufferBytes, fua: bool, grow: bool },
@@ -94,8 +93,8 @@ pub(super) enum TaskResult {
     Offset(u64),
     /// File system statistics.
     Statfs(Box<StatfsOut>),
-    /// Metadata of the image, if it has a file.
-    Metadata(Option<Box<Metadata>>),
+    /// Attributes of the disk as a file.
+    Attributes(Box<FileAttributes>),
 }
 
 /// What happened to a mount, for others.
@@ -186,12 +185,6 @@ impl Drop for BlockingThread {
     }
 }
 
-/// Metadata of the image, if it has a file. Asks its file system, which may wait if
-/// [`Disk::image_may_wait`].
-pub(super) fn metadata(disk: &Disk) -> Option<Metadata> {
-    disk.image()?.metadata().ok()
-}
-
 /// The errno of an error, negative.
 fn negative_errno(e: &io::Error) -> i32 {
     -e.raw_os_error().unwrap_or(libc::EIO)
@@ -211,8 +204,8 @@ fn run_task(disk: &Arc<Disk>, lock: &RmwLock, task: &Task) -> TaskResult {
             Ok(out) => TaskResult::Statfs(Box::new(out)),
             Err(e) => TaskResult::Done(negative_errno(&e)),
         },
-        Task::Metadata => TaskResult::Metadata(metadata(disk).map(Box::new)),
-        Task::Times { atime, mtime } => done(times(disk, atime, mtime)),
+        Task::Attributes => TaskResult::Attributes(Box::new(disk.file_attributes())),
+        Task::Times { atime, mtime } => done(disk.set_file_times(atime, mtime)),
         Task::Merge { offset, bytes: BufferBytes(ptr, len), fua, grow } => {
             // SAFETY: the bytes are the data of a request. Its queue does not use or unmap them
             // before it has the result.
@@ -291,16 +284,6 @@ fn statfs(disk: &Disk) -> io::Result<StatfsOut> {
         frsize: at_most(vfs.f_frsize, u32::MAX),
         ..Default::default()
     })
-}
-
-fn times(disk: &Disk, atime: (i64, i64), mtime: (i64, i64)) -> io::Result<()> {
-    let Some(file) = disk.image() else { return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP)) };
-    let times = [atime, mtime].map(|(tv_sec, tv_nsec)| libc::timespec { tv_sec, tv_nsec });
-    // SAFETY: the call reads two timespecs, which is what `times` is.
-    match unsafe { libc::futimens(file.as_raw_fd(), times.as_ptr()) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
 }
 
 fn zero_edges(disk: &Arc<Disk>, offset: u64, len: u64, block: u64) -> io::Result<()> {

@@ -4,12 +4,10 @@
 //! thread. `io_done` and `task_done` continue from there until the reply. A write beyond the end
 //! makes the file longer first, in the same slot. Both transports use this code.
 
-use std::fs::Metadata;
-
-use vshunt_block::{Op, Step};
+use vshunt_block::{FileAttributes, NewTime, Op, Step};
 use vshunt_engine::{Direction, QueueStats, RequestKind, Token, Uring};
 
-use super::blocking::{BufferBytes, Task, TaskResult, metadata};
+use super::blocking::{BufferBytes, Task, TaskResult};
 use super::transport::{OP_DISK, QueueTransport, Request};
 use super::{FuseQueue, TRANSFER_BYTES_MAX};
 use crate::abi::{
@@ -313,25 +311,25 @@ impl<T: QueueTransport> FuseQueue<T> {
     fn end_attr(&mut self, uring: &mut Uring, place: Token, slot: u16, next_step: NextStep) {
         if self.shared.metadata_may_wait {
             self.slots[slot].next_step = next_step;
-            return self.submit(slot, Task::Metadata);
+            return self.submit(slot, Task::Attributes);
         }
-        let metadata = metadata(self.shared.disk());
-        self.end_metadata(uring, place, slot, next_step, metadata.as_ref());
+        let attributes = self.shared.disk().file_attributes();
+        self.end_attributes(uring, place, slot, next_step, &attributes);
     }
 
-    fn end_metadata(
+    fn end_attributes(
         &mut self,
         uring: &mut Uring,
         place: Token,
         slot: u16,
         next_step: NextStep,
-        metadata: Option<&Metadata>,
+        attributes: &FileAttributes,
     ) {
         if let NextStep::Statx = next_step {
-            let out = StatxOut { stat: self.shared.statx(metadata), ..Default::default() };
+            let out = StatxOut { stat: self.shared.statx(attributes), ..Default::default() };
             return self.end_with(uring, place, slot, 0, out.bytes());
         }
-        let out = AttrOut { attr: self.shared.attr(metadata), ..Default::default() };
+        let out = AttrOut { attr: self.shared.attr(attributes), ..Default::default() };
         self.end_with(uring, place, slot, 0, out.bytes());
     }
 
@@ -349,8 +347,8 @@ impl<T: QueueTransport> FuseQueue<T> {
             (TaskResult::Done(_), NextStep::Written { len }) => self.end_write(uring, place, slot, len),
             (TaskResult::Done(_), NextStep::Change(change)) => self.change(uring, place, slot, change),
             (TaskResult::Done(_), NextStep::Attr) => self.end_attr(uring, place, slot, NextStep::Attr),
-            (TaskResult::Metadata(metadata), next_step) => {
-                self.end_metadata(uring, place, slot, next_step, metadata.as_deref());
+            (TaskResult::Attributes(attributes), next_step) => {
+                self.end_attributes(uring, place, slot, next_step, &attributes);
             }
             // The ends of a range are zero: now the whole blocks in between.
             (TaskResult::Done(_), NextStep::Done) if self.slots[slot].io.request.len > 0 => {
@@ -441,9 +439,9 @@ impl<T: QueueTransport> FuseQueue<T> {
         }
         if has(fattr::ATIME | fattr::MTIME) {
             let time = |bit, now, s: u64, ns: u32| match (has(now), has(bit)) {
-                (true, _) => (0, libc::UTIME_NOW),
-                (_, true) => (s.cast_signed(), i64::from(ns)),
-                _ => (0, libc::UTIME_OMIT),
+                (true, _) => NewTime::Now,
+                (_, true) => NewTime::At((s.cast_signed(), ns)),
+                _ => NewTime::Keep,
             };
             self.slots[slot].next_step = NextStep::Attr;
             let atime = time(fattr::ATIME, fattr::ATIME_NOW, set.atime, set.atimensec);

@@ -1,22 +1,19 @@
 //! What the queues of one mount share: the disk, the attributes of the file, the blocking thread
 //! and the lock of writes.
 
-use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::*};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use vshunt_block::Disk;
+use vshunt_block::{Disk, FileAttributes, Time};
 use vshunt_engine::{EventFd, LimitCell};
+use vshunt_types::convert::at_most;
 use vshunt_types::error::Result;
 
 use super::blocking::{BlockingThread, CompletionQueue, EventHandler, MountEvent, Task};
 use super::rmw_lock::{RmwLock, WriteShare};
 use crate::abi::{self, Attr, ROOT_ID, Statx, StatxTime};
-
-/// Seconds and nanoseconds since 1970.
-type Time = (i64, u32);
 
 /// How a mount is served. Fixed when it is made.
 pub(crate) struct MountConfig {
@@ -55,8 +52,9 @@ pub(crate) struct FuseShared {
     opens: Arc<AtomicU32>,
     /// The connection has ended.
     ended: AtomicBool,
-    created: Time,
     // Attributes, as chmod and chown set them.
+    /// When they were set, nanoseconds since 1970; 0 if they were not.
+    changed_ns: AtomicU64,
     mode: AtomicU32,
     uid: AtomicU32,
     gid: AtomicU32,
@@ -71,7 +69,6 @@ impl FuseShared {
         let MountConfig { name, disk, writable, growable, limits, opens, backing_id, on_event } = config;
         let lock = Arc::new(RmwLock::new(eventfds));
         let blocking = BlockingThread::start(&name, disk.clone(), lock.clone(), on_event)?;
-        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Ok(Self {
             blocking,
             lock,
@@ -83,7 +80,7 @@ impl FuseShared {
             opens,
             ended: AtomicBool::new(false),
             backing_id,
-            created: (created.as_secs().cast_signed(), created.subsec_nanos()),
+            changed_ns: AtomicU64::new(0),
             mode: AtomicU32::new(if writable { 0o600 } else { 0o400 }),
             uid: AtomicU32::new(rustix::process::getuid().as_raw()),
             gid: AtomicU32::new(rustix::process::getgid().as_raw()),
@@ -159,8 +156,9 @@ impl FuseShared {
         }
     }
 
-    /// RELEASE: counts a closed file.
+    /// RELEASE: counts a closed file. The time of its last write is not later than this.
     pub(super) fn release(&self) {
+        self.disk.update_file_times();
         self.opens.fetch_sub(1, Relaxed);
     }
 
@@ -168,6 +166,7 @@ impl FuseShared {
     pub(super) fn set_mode(&self, mode: u32) {
         let possible = if self.writable { 0o777 } else { 0o555 };
         self.mode.store(mode & possible, Relaxed);
+        self.note_change();
     }
 
     pub(super) fn set_owner(&self, uid: Option<u32>, gid: Option<u32>) {
@@ -177,6 +176,13 @@ impl FuseShared {
         if let Some(gid) = gid {
             self.gid.store(gid, Relaxed);
         }
+        self.note_change();
+    }
+
+    /// chmod and chown change the time of the last change of attributes.
+    fn note_change(&self) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.changed_ns.store(u64::try_from(now.as_nanos()).unwrap_or(u64::MAX), Relaxed);
     }
 
     /// The size of the file, bytes. With passthrough the kernel may have made the image longer by
@@ -189,41 +195,36 @@ impl FuseShared {
         }
     }
 
-    /// The attributes of the file. Times and allocated blocks are those of the image, if it has
-    /// `metadata`.
-    pub(super) fn attr(&self, metadata: Option<&Metadata>) -> Attr {
+    /// The attributes of the file, from those that the disk has.
+    pub(super) fn attr(&self, of: &FileAttributes) -> Attr {
+        const SECOND_NS: u64 = 1_000_000_000;
         let size = self.size();
-        let mut attr = Attr {
+        let changed = self.changed_ns.load(Relaxed);
+        let changed: Time = ((changed / SECOND_NS).cast_signed(), at_most(changed % SECOND_NS, u32::MAX));
+        let (atime, mtime, ctime) = (of.times.atime, of.times.mtime, of.times.ctime.max(changed));
+        Attr {
             ino: ROOT_ID,
             size,
-            blocks: size / 512,
+            blocks: of.blocks.unwrap_or(size / 512),
+            // The kernel reads them as signed.
+            atime: atime.0.cast_unsigned(),
+            atimensec: atime.1,
+            mtime: mtime.0.cast_unsigned(),
+            mtimensec: mtime.1,
+            ctime: ctime.0.cast_unsigned(),
+            ctimensec: ctime.1,
             mode: libc::S_IFREG | self.mode.load(Relaxed),
             nlink: 1,
             uid: self.uid.load(Relaxed),
             gid: self.gid.load(Relaxed),
             blksize: 4096,
             ..Default::default()
-        };
-        let [mut atime, mut mtime, mut ctime] = [self.created; 3];
-        if let Some(meta) = metadata {
-            let nsec = |n: i64| u32::try_from(n).unwrap_or(0);
-            if meta.file_type().is_file() {
-                attr.blocks = meta.blocks();
-            }
-            atime = (meta.atime(), nsec(meta.atime_nsec()));
-            mtime = (meta.mtime(), nsec(meta.mtime_nsec()));
-            ctime = (meta.ctime(), nsec(meta.ctime_nsec()));
         }
-        let seconds = |(s, _): Time| u64::try_from(s).unwrap_or(self.created.0.cast_unsigned());
-        (attr.atime, attr.atimensec) = (seconds(atime), atime.1);
-        (attr.mtime, attr.mtimensec) = (seconds(mtime), mtime.1);
-        (attr.ctime, attr.ctimensec) = (seconds(ctime), ctime.1);
-        attr
     }
 
     /// The attributes in the format of statx. There is no birth time.
-    pub(super) fn statx(&self, metadata: Option<&Metadata>) -> Statx {
-        let attr = self.attr(metadata);
+    pub(super) fn statx(&self, of: &FileAttributes) -> Statx {
+        let attr = self.attr(of);
         let time = |s: u64, n: u32| StatxTime { tv_sec: s.cast_signed(), tv_nsec: n, reserved: 0 };
         Statx {
             mask: libc::STATX_BASIC_STATS,

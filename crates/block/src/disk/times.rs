@@ -1,0 +1,184 @@
+//! The attributes that a disk has as a file: its times and its allocated space.
+//!
+//! A raw disk in a file has those of its file. Other disks keep times here. They begin with those
+//! of the image file, or with the time when the disk was opened. A raw disk on a block device has
+//! the later ones of both.
+//!
+//! A write does not read a clock. Each [`DiskHandle`](crate::DiskHandle) has a [`WriteMark`], which
+//! it sets when a request that may have changed the disk is complete. The next caller who asks for
+//! the times clears the marks, and stores the time of that moment as the time of the writes. POSIX
+//! allows that (XBD 4.12, "File Times Update"): a file's times are marked for update, and are
+//! updated at the latest when they are asked for. What must never happen: a write completes after
+//! the times were asked for, and the times stay as they are.
+
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use vshunt_types::sync::Locked;
+
+use super::Disk;
+use crate::backend::Backend;
+use crate::file_times::{FileTimes, NewTime, Time, set_times};
+
+/// The attributes that a disk has as a file, besides its size.
+#[derive(Clone, Copy, Debug)]
+pub struct FileAttributes {
+    /// Its times.
+    pub times: FileTimes,
+    /// Allocated blocks of 512 bytes, if that is known.
+    pub blocks: Option<u64>,
+}
+
+/// Says that a handle has changed the disk since the times were last brought up to date. It has a
+/// cache line of its own (two, since processors fetch pairs), so that workers do not slow each
+/// other down.
+#[derive(Default)]
+#[repr(align(128))]
+pub(crate) struct WriteMark(AtomicBool);
+
+impl WriteMark {
+    /// Called when a request that may have changed the disk is complete, before its user learns
+    /// that.
+    #[inline]
+    pub(crate) fn set(&self) {
+        // After the data: a thread that clears the mark, and then reads the disk, sees the data.
+        self.0.store(true, Ordering::Release);
+    }
+
+    fn take(&self) -> bool {
+        // A mark that is not set stays in the cache of its worker.
+        self.0.load(Ordering::Acquire) && self.0.swap(false, Ordering::AcqRel)
+    }
+}
+
+/// The times of a disk. Any thread.
+pub(crate) struct Times {
+    /// Guards the times and the list of marks. Held for a walk through the marks.
+    state: Mutex<State>,
+}
+
+struct State {
+    times: FileTimes,
+    marks: Vec<Arc<WriteMark>>,
+}
+
+impl Times {
+    /// Begins with these times, or with the current time.
+    pub(super) fn new(times: Option<FileTimes>) -> Self {
+        let now = now();
+        let times = times.unwrap_or(FileTimes { atime: now, mtime: now, ctime: now });
+        Self { state: Mutex::new(State { times, marks: Vec::new() }) }
+    }
+
+    /// Returns the mark of a new handle.
+    pub(crate) fn mark(&self) -> Arc<WriteMark> {
+        let mark = Arc::<WriteMark>::default();
+        let state = &mut *self.state.locked();
+        // What handles that are gone have written.
+        state.update();
+        state.marks.retain(|mark| Arc::strong_count(mark) > 1);
+        state.marks.push(mark.clone());
+        mark
+    }
+
+    /// Notes a change that no handle made.
+    pub(crate) fn changed(&self) {
+        self.state.locked().changed();
+    }
+
+    /// Sets the times of an image that the disk had until now.
+    pub(crate) fn adopt(&self, times: FileTimes) {
+        self.state.locked().times = times;
+    }
+
+    fn current(&self) -> FileTimes {
+        let mut state = self.state.locked();
+        state.update();
+        state.times
+    }
+
+    fn set(&self, atime: NewTime, mtime: NewTime) {
+        let mut state = self.state.locked();
+        state.update();
+        let (now, old) = (now(), state.times);
+        state.times =
+            FileTimes { atime: atime.after(old.atime, now), mtime: mtime.after(old.mtime, now), ctime: now };
+    }
+}
+
+impl State {
+    /// Gives the writes since the last call the current time.
+    fn update(&mut self) {
+        // All marks are cleared, so no `any`.
+        if self.marks.iter().fold(false, |written, mark| mark.take() | written) {
+            self.changed();
+        }
+    }
+
+    fn changed(&mut self) {
+        let now = now();
+        (self.times.mtime, self.times.ctime) = (now, now);
+    }
+}
+
+/// Returns the current time.
+fn now() -> Time {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    (i64::try_from(now.as_secs()).unwrap_or(i64::MAX), now.subsec_nanos())
+}
+
+impl Disk {
+    /// Returns the attributes of the disk as a file. May wait for another program if
+    /// [`image_may_wait`](Self::image_may_wait).
+    pub fn file_attributes(&self) -> FileAttributes {
+        let backend = self.backend();
+        let file = match &backend {
+            Backend::Raw(raw) if raw.is_file() => raw.image().metadata().ok(),
+            _ => None,
+        };
+        FileAttributes { times: self.times_in(&backend), blocks: file.map(|metadata| metadata.blocks()) }
+    }
+
+    /// Returns the times of the disk, which is made of `backend`.
+    fn times_in(&self, backend: &Backend) -> FileTimes {
+        let file = match backend {
+            Backend::Raw(raw) => raw.image().metadata().ok().map(|metadata| FileTimes::of(&metadata)),
+            _ => None,
+        };
+        match (backend, file) {
+            (Backend::Raw(raw), Some(file)) if raw.is_file() => file,
+            // The node of a device notes the writes of all programs, but no discards.
+            (_, Some(node)) => self.times.current().later(node),
+            (_, None) => self.times.current(),
+        }
+    }
+
+    /// Sets times of the disk as a file. They stay until the next change. Blocks.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn set_file_times(&self, atime: NewTime, mtime: NewTime) -> io::Result<()> {
+        if let Backend::Raw(raw) = &self.backend() {
+            set_times(raw.image(), atime, mtime)?;
+        }
+        self.times.set(atime, mtime);
+        Ok(())
+    }
+
+    /// Gives writes that are complete the current time as that of the last change. Called when a
+    /// user of the disk ends, so that the time is near that of its writes.
+    pub fn update_file_times(&self) {
+        self.times.current();
+    }
+
+    /// Continues with the times of the file that the disk is about to leave.
+    pub(crate) fn keep_file_times(&self, backend: &Backend) {
+        self.times.adopt(self.times_in(backend));
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,90 @@
+use std::fs;
+use std::sync::Arc;
+
+use ::qcow2::create::{Options, create};
+use ::qcow2::memory::Memory;
+use vshunt_engine::Uring;
+use vshunt_types::spec::{DiskSpec, Format};
+
+use super::*;
+use crate::tests::{image, memory_spec, raw_spec, scratch};
+use crate::{DiskHandle, Io, Op};
+
+const OLD: Time = (1_000, 5);
+/// Before 1970.
+const ANCIENT: Time = (-1_000, 999_999_999);
+
+fn request(handle: &DiskHandle, uring: &mut Uring, op: Op) {
+    let (mut bytes, mut io) = ([7; 4096], Io::default());
+    io.reset(op, 0, false);
+    match op {
+        // SAFETY: `bytes` and `io` live until `run` returns, which waits for the request.
+        Op::Read | Op::Write => unsafe { io.push(bytes.as_mut_ptr(), bytes.len()) },
+        Op::Flush => {}
+        _ => io.request.len = 4096,
+    }
+    handle.run(uring, &mut io).unwrap();
+}
+
+fn times(disk: &Disk) -> FileTimes {
+    disk.file_attributes().times
+}
+
+/// Sets the times into the past.
+fn reset(disk: &Disk) {
+    disk.set_file_times(NewTime::At(ANCIENT), NewTime::At(OLD)).unwrap();
+    let seen = times(disk);
+    assert_eq!((seen.atime, seen.mtime), (ANCIENT, OLD));
+}
+
+/// Calls `change`, and checks that the times are of then, and stay so.
+fn changes(disk: &Disk, what: &str, change: impl FnOnce()) {
+    reset(disk);
+    let before = times(disk);
+    change();
+    let after = times(disk);
+    assert!(after.mtime > OLD && after.ctime >= before.ctime, "{what}: {before:?}, {after:?}");
+    assert_eq!(after, times(disk), "{what}: the times do not stay");
+}
+
+fn check(disk: &Arc<Disk>) {
+    let mut uring = Uring::new().unwrap();
+    let (first, second) = (disk.attach(&mut uring), disk.attach(&mut uring));
+    for handle in [&first, &second] {
+        for op in [Op::Write, Op::WriteZeroes { unmap: false }, Op::WriteZeroes { unmap: true }, Op::Discard]
+        {
+            changes(disk, &format!("{op:?}"), || request(handle, &mut uring, op));
+        }
+    }
+    reset(disk);
+    request(&first, &mut uring, Op::Read);
+    request(&first, &mut uring, Op::Flush);
+    assert_eq!(times(disk).mtime, OLD, "a read or a flush changes it");
+    changes(disk, "a handle that is gone", || {
+        request(&second, &mut uring, Op::Write);
+        second.detach(&mut uring);
+        disk.attach(&mut uring).detach(&mut uring);
+    });
+    changes(disk, "merge", || disk.merge(3, &[1, 2, 3], false).unwrap());
+    reset(disk);
+    disk.set_file_times(NewTime::Keep, NewTime::Now).unwrap();
+    assert!(times(disk).mtime > OLD && times(disk).atime == ANCIENT);
+    first.detach(&mut uring);
+}
+
+#[test]
+fn times_follow_writes_of_each_handle() {
+    let dir = scratch("/var/tmp");
+    let (path, file) = (dir.path().join("disk.qcow2"), Memory::new(Vec::new(), 1 << 20));
+    create(&file, None, &Options::new(1 << 20), &mut |_, _| {}).unwrap();
+    fs::write(&path, file.bytes()).unwrap();
+    let specs = [
+        memory_spec(Format::Null, 1 << 20),
+        memory_spec(Format::Ram, 1 << 20),
+        raw_spec(&image(&dir, "raw", 1 << 20)),
+        DiskSpec { format: Some(Format::Qcow2), ..raw_spec(&path) },
+    ];
+    for spec in specs {
+        check(&Disk::open(&spec).unwrap());
+    }
+}
