@@ -28,9 +28,9 @@ use super::write_observers::WriteObservers;
 use super::{image_file, lock, overlay_xattr, raw};
 
 pub(super) use self::frozen::Frozen;
-pub use self::times::FileAttributes;
 use self::times::Times;
 pub(super) use self::times::WriteMark;
+pub use self::times::{FileAttributes, FreeBytes};
 
 /// How long [`Disk::close`] waits for other users of the disk, ms.
 const CLOSE_MS_MAX: u32 = 10_000;

@@ -85,7 +85,7 @@ pub use copy_after_write::CopyAfterWrite;
 pub use copy_before_write::{CopyBeforeWrite, OldData};
 pub use create::NewImage;
 pub use dirty_bitmap::{Bitmap, BitmapState};
-pub use disk::{Disk, FileAttributes};
+pub use disk::{Disk, FileAttributes, FreeBytes};
 pub use disk_access::DiskAccess;
 pub use file_times::{FileTimes, NewTime, Time};
 pub use handle::DiskHandle;

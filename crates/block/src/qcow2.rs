@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use qcow2::bitmap::Loaded;
 use qcow2::{Chain, Storage};
+use rustix::fs::{AtFlags, StatxFlags, statx};
 use vshunt_engine::{Token, Uring};
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 
@@ -112,6 +113,24 @@ impl Qcow2 {
     /// Returns the image and its data file, as far as they are on this host.
     pub(super) fn own_files(&self) -> impl Iterator<Item = &Raw> {
         self.files.iter().take(self.own_files).filter_map(ImageFile::local)
+    }
+
+    /// Returns the blocks of 512 bytes that are allocated for the image, its data file and its
+    /// backing images. None if one of them is no file of this host, or if the file system does not
+    /// tell.
+    pub(super) fn blocks(&self) -> Option<u64> {
+        let blocks = |file: &ImageFile| {
+            let raw = file.local().filter(|raw| raw.is_file())?;
+            // A program that serves the file is not asked: it may hang. The last known number
+            // counts.
+            let flags = if raw.may_wait() { AtFlags::STATX_DONT_SYNC } else { AtFlags::empty() };
+            let told = statx(raw.image(), "", AtFlags::EMPTY_PATH | flags, StatxFlags::BLOCKS).ok()?;
+            Some(told.stx_blocks)
+        };
+        // The image has a header, so a file without blocks is one whose blocks are not told. Tools
+        // take a disk without blocks for one of zeroes only.
+        blocks(self.image()).filter(|n| *n > 0)?;
+        self.files.iter().map(blocks).sum()
     }
 
     /// Returns the file of the image.

@@ -17,11 +17,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use rustix::fs::fstatvfs;
 use vshunt_types::sync::Locked;
 
 use super::Disk;
 use crate::backend::Backend;
 use crate::file_times::{FileTimes, NewTime, Time, set_times};
+
+/// Most files whose attributes a worker asks for at once. Each takes less than a microsecond.
+const FILES_AT_ONCE_MAX: usize = 16;
 
 /// The attributes that a disk has as a file, besides its size.
 #[derive(Clone, Copy, Debug)]
@@ -30,6 +34,15 @@ pub struct FileAttributes {
     pub times: FileTimes,
     /// Allocated blocks of 512 bytes, if that is known.
     pub blocks: Option<u64>,
+}
+
+/// The space that a disk has not used.
+#[derive(Clone, Copy, Debug)]
+pub struct FreeBytes {
+    /// Bytes of the disk for which nothing is allocated.
+    pub unallocated: u64,
+    /// How many of them its file system has space for.
+    pub available: u64,
 }
 
 /// Says that a handle has changed the disk since the times were last brought up to date. It has a
@@ -131,15 +144,52 @@ fn now() -> Time {
 }
 
 impl Disk {
-    /// Returns the attributes of the disk as a file. May wait for another program if
-    /// [`image_may_wait`](Self::image_may_wait).
+    /// Returns the attributes of the disk as a file. May wait if
+    /// [`attributes_may_wait`](Self::attributes_may_wait).
     pub fn file_attributes(&self) -> FileAttributes {
         let backend = self.backend();
-        let file = match &backend {
-            Backend::Raw(raw) if raw.is_file() => raw.image().metadata().ok(),
+        FileAttributes { times: self.times_in(&backend), blocks: self.blocks_in(&backend) }
+    }
+
+    /// Returns whether [`file_attributes`](Self::file_attributes) may wait for another program, or
+    /// asks for the attributes of many files. A worker makes no such call then.
+    pub fn attributes_may_wait(&self) -> bool {
+        if let Some(frozen) = self.frozen_parts() {
+            return frozen.source.attributes_may_wait();
+        }
+        match &self.backend() {
+            Backend::Raw(raw) => raw.may_wait(),
+            backend => backend.files().nth(FILES_AT_ONCE_MAX).is_some(),
+        }
+    }
+
+    /// Returns the blocks of 512 bytes that are allocated for the disk, which is made of `backend`:
+    /// those of all its files. None if that is not known: a device or a server has other figures.
+    fn blocks_in(&self, backend: &Backend) -> Option<u64> {
+        match backend {
+            Backend::Raw(raw) if raw.is_file() => Some(raw.image().metadata().ok()?.blocks()),
+            Backend::Qcow2(image) => image.blocks(),
+            Backend::Frozen => self.frozen_parts()?.source.file_attributes().blocks,
+            _ => None,
+        }
+    }
+
+    /// Returns the bytes that can still be written to the disk before its image has no more space,
+    /// as far as that is known: those of the disk that are not allocated, and not more than its
+    /// file system has for this process. None for disks whose [`FileAttributes::blocks`] are not
+    /// known. Blocks.
+    pub fn free_bytes(&self) -> Option<FreeBytes> {
+        let blocks = self.file_attributes().blocks?;
+        let unallocated = self.size_bytes().saturating_sub(blocks.saturating_mul(512));
+        let below = match &self.backend() {
+            Backend::Qcow2(image) => {
+                let own = image.own_files().last().filter(|raw| !raw.may_wait());
+                own.and_then(|raw| fstatvfs(raw.image()).ok())
+            }
             _ => None,
         };
-        FileAttributes { times: self.times_in(&backend), blocks: file.map(|metadata| metadata.blocks()) }
+        let room = below.map_or(u64::MAX, |vfs| vfs.f_bavail.saturating_mul(vfs.f_frsize));
+        Some(FreeBytes { unallocated, available: unallocated.min(room) })
     }
 
     /// Returns the times of the disk, which is made of `backend`.

@@ -24,6 +24,9 @@ use super::rmw_lock::RmwLock;
 use crate::abi::StatfsOut;
 use vshunt_types::convert::{at_most, to_usize};
 
+/// The unit of the space of a disk that has no file system of its own, bytes.
+const BLOCK_BYTES: u64 = 4096;
+
 /// Results of tasks for one queue.
 pub(super) struct CompletionQueue {
     /// Slots and results. Held for a push or a swap.
@@ -61,7 +64,7 @@ pub(super) enum Task {
     Seek { offset: u64, size: u64, hole: bool },
     /// `statvfs`.
     Statfs,
-    /// The attributes of a disk whose files may make that call wait.
+    /// The attributes of a disk, if that may take long.
     Attributes,
     /// `futimens`.
     Times { atime: NewTime, mtime: NewTime },
@@ -256,11 +259,14 @@ fn seek(disk: &Arc<Disk>, offset: u64, size: u64, hole: bool) -> io::Result<u64>
 
 fn statfs(disk: &Disk) -> io::Result<StatfsOut> {
     let Some(file) = disk.image() else {
-        let blocks = disk.size_bytes() / 4096;
+        // A file system of the size of the disk.
+        let free = disk.free_bytes();
         return Ok(StatfsOut {
-            blocks,
-            bsize: 4096,
-            frsize: 4096,
+            blocks: disk.size_bytes() / BLOCK_BYTES,
+            bfree: free.map_or(0, |free| free.unallocated / BLOCK_BYTES),
+            bavail: free.map_or(0, |free| free.available / BLOCK_BYTES),
+            bsize: at_most(BLOCK_BYTES, u32::MAX),
+            frsize: at_most(BLOCK_BYTES, u32::MAX),
             namelen: 255,
             files: 1,
             ..Default::default()

@@ -309,7 +309,7 @@ impl<T: QueueTransport> FuseQueue<T> {
     /// Replies the attributes in the format that `next_step` names: [`NextStep::Attr`] or
     /// [`NextStep::Statx`].
     fn end_attr(&mut self, uring: &mut Uring, place: Token, slot: u16, next_step: NextStep) {
-        if self.shared.metadata_may_wait {
+        if self.shared.disk().attributes_may_wait() {
             self.slots[slot].next_step = next_step;
             return self.submit(slot, Task::Attributes);
         }

@@ -44,8 +44,6 @@ pub(crate) struct FuseShared {
     pub(super) writable: bool,
     pub(super) growable: bool,
     pub(super) limits: Arc<LimitCell>,
-    /// To ask for the image's attributes may wait: the blocking thread does it.
-    pub(super) metadata_may_wait: bool,
     /// The disk is `none`: the queue makes the zeroes of reads.
     pub(super) reads_are_zero: bool,
     backing_id: Option<i32>,
@@ -75,7 +73,6 @@ impl FuseShared {
             writable,
             growable,
             limits,
-            metadata_may_wait: disk.image_may_wait(),
             reads_are_zero: disk.path() == "none",
             opens,
             ended: AtomicBool::new(false),
