@@ -19,13 +19,13 @@ use vshunt_types::spec::{Cache, ConnectionsInfo, DiskSpec, Format};
 use vshunt_types::sync::LockedShared;
 
 use super::backend::{Backend, memory_size, no_frozen};
-use super::failures::Failures;
+use super::failures::{Failures, Storage};
 use super::image_file::Remote;
 use super::limits::{self, Limits};
 use super::nbd;
 use super::qcow2::UncleanImage;
 use super::write_observers::WriteObservers;
-use super::{image_file, lock, overlay_xattr, raw};
+use super::{Op, image_file, lock, overlay_xattr, raw};
 
 pub(super) use self::frozen::Frozen;
 use self::times::Times;
@@ -270,7 +270,10 @@ impl Disk {
                 let done = raw.merge(offset, bytes, fua);
                 // Also a write that failed may have written a part.
                 self.times.changed();
-                done
+                done.inspect_err(|e| {
+                    let errno = e.raw_os_error().unwrap_or(libc::EIO);
+                    self.failures.note(raw.path(), (Op::Write, offset), errno, Storage::Here);
+                })
             }
             _ => self.merge_as_queue(offset, bytes, fua),
         }

@@ -8,9 +8,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 
+use rustix::process::{Resource, getrlimit};
 use vshunt_sandbox::{self as sandbox, ThreadKind};
 
-use super::{Op, Request};
+use super::Op;
 
 /// Between two lines about one disk, ms: a full disk fails thousands of requests a second.
 const INTERVAL_MS: u64 = 30_000;
@@ -41,10 +42,10 @@ impl Default for Failures {
 }
 
 impl Failures {
-    /// Takes note of a request to the image at `path` that failed with `errno`. Called on the
-    /// worker's thread.
+    /// Takes note of a request to the image at `path` that failed with `errno`. Called on a
+    /// worker's thread, or on one that may wait.
     #[cold]
-    pub(super) fn note(&self, path: &Path, request: &Request, errno: i32, storage: Storage) {
+    pub(super) fn note(&self, path: &Path, (op, offset): (Op, u64), errno: i32, storage: Storage) {
         // What a front end can cause at will, and what it may ask in vain.
         let its_own =
             matches!(errno, libc::EINVAL | libc::EOPNOTSUPP | libc::EPERM | libc::EROFS | libc::EFAULT);
@@ -53,7 +54,8 @@ impl Failures {
         }
         let now = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
         let Some(count) = self.due(now) else { return };
-        let text = line(path, request, errno, count, storage);
+        let limit = getrlimit(Resource::Fsize).current;
+        let text = line(path, (op, offset), errno, count, storage, limit);
         // Workers write no log lines. If no thread can be started, the message is lost.
         let thread = std::thread::Builder::new().name("vshunt-disk".to_owned());
         sandbox::detach(ThreadKind::Session, thread, move || tracing::error!("{text}"));
@@ -72,9 +74,18 @@ impl Failures {
     }
 }
 
-fn line(path: &Path, request: &Request, errno: i32, count: u64, storage: Storage) -> String {
-    let (shown, at) = (path.display(), request.offset);
-    let what = match request.op {
+/// Returns the line about a request that failed. `limit`: bytes that this process may make a file
+/// long (RLIMIT_FSIZE).
+fn line(
+    path: &Path,
+    (op, at): (Op, u64),
+    errno: i32,
+    count: u64,
+    storage: Storage,
+    limit: Option<u64>,
+) -> String {
+    let shown = path.display();
+    let what = match op {
         Op::Flush => "a flush".to_owned(),
         Op::Read | Op::Seek { .. } => format!("a read at byte {at}"),
         Op::Write | Op::WriteCompressed => format!("a write at byte {at}"),
@@ -88,6 +99,7 @@ fn line(path: &Path, request: &Request, errno: i32, count: u64, storage: Storage
         n => format!(", as did {} other requests since the last such line", n - 1),
     };
     let remedy = match (storage, errno) {
+        (Storage::Here, libc::EFBIG) => &too_long(limit),
         (Storage::Server { .. }, libc::ENOSPC) => "; free space on its server, and let the guest try again",
         (Storage::Server { .. }, _) => "; the log of its server may have the reason",
         (Storage::Here, libc::ENOSPC | libc::EDQUOT) => {
@@ -98,16 +110,29 @@ fn line(path: &Path, request: &Request, errno: i32, count: u64, storage: Storage
     format!("{shown}: {what} failed: {}{others}{remedy}", io::Error::from_raw_os_error(errno))
 }
 
+/// Returns the remedy for a file that would become too long.
+fn too_long(limit: Option<u64>) -> String {
+    match limit {
+        Some(bytes) => format!(
+            "; vshunt may make no file longer than {bytes} bytes: raise that limit (LimitFSIZE=, ulimit -f; of this process: \
+             prlimit --pid {} --fsize=unlimited), and let the guest try again",
+            std::process::id()
+        ),
+        None => "; the file system takes no longer files: move the disk to another one ('vshunt mirror')"
+            .to_owned(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn what_a_front_end_asked_in_vain_is_a_failure_of_a_server_only() {
-        let (failures, io) = (Failures::default(), crate::Io::default());
+        let failures = Failures::default();
         let noted = |storage, errno| {
             failures.next_ms.store(u64::MAX, Relaxed);
-            failures.note(Path::new("d"), &io.request, errno, storage);
+            failures.note(Path::new("d"), (Op::Read, 0), errno, storage);
             failures.count.swap(0, Relaxed)
         };
         let (asked, refused) = (Storage::Server { asked: true }, Storage::Server { asked: false });
@@ -133,17 +158,23 @@ mod tests {
 
     #[test]
     fn a_line_has_the_error_the_place_and_the_remedy() {
-        let mut io = crate::Io::default();
-        io.reset(Op::Write, 4096, false);
+        let write = (Op::Write, 4096);
         assert_eq!(
-            line(Path::new("/d.img"), &io.request, libc::ENOSPC, 3, Storage::Here),
+            line(Path::new("/d.img"), write, libc::ENOSPC, 3, Storage::Here, None),
             "/d.img: a write at byte 4096 failed: No space left on device (os error 28), as did 2 other requests \
              since the last such line; free space for the file, and let the guest try again"
         );
         assert_eq!(
-            line(Path::new("/d.img"), &io.request, libc::EIO, 1, Storage::Here),
+            line(Path::new("/d.img"), write, libc::EIO, 1, Storage::Here, Some(1 << 20)),
             "/d.img: a write at byte 4096 failed: Input/output error (os error 5); the kernel's log may have the \
              reason"
         );
+        let too_long = |limit| line(Path::new("/d.img"), write, libc::EFBIG, 1, Storage::Here, limit);
+        let text = too_long(Some(1 << 20));
+        assert!(
+            text.contains("longer than 1048576 bytes: raise that limit (LimitFSIZE=, ulimit -f;"),
+            "{text}"
+        );
+        assert!(!too_long(None).contains("LimitFSIZE"));
     }
 }

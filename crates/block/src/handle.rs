@@ -220,7 +220,7 @@ impl DiskHandle {
             // The disks below a frozen one take note.
             Handle::Null | Handle::Ram { .. } | Handle::Frozen(_) | Handle::Gone => return,
         };
-        self.disk.failures.note(path, &io.request, errno, storage);
+        self.disk.failures.note(path, (io.request.op, io.request.offset), errno, storage);
     }
 
     /// Undoes [`Disk::attach`], on the same thread, with no request in flight.

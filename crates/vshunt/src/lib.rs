@@ -52,6 +52,7 @@ pub use cli::client;
 
 /// Runs `vshunt`, or `vshunt-blk` or `vshunt-net` if the program was started under that name.
 pub fn main() -> ExitCode {
+    serve::signals::ignore_file_limit();
     let args: Vec<OsString> = std::env::args_os().collect();
     let name = args.first().and_then(|a| Path::new(a).file_name()).unwrap_or_default().to_string_lossy();
     let (name, outcome) = match program::named(&name) {

@@ -77,6 +77,7 @@ pub(crate) fn serve(setup: Setup, options: &ServeOptions) -> Outcome {
     // that the daemon opens.
     check_fds(&setup)?;
     let blocked = signals::block()?;
+    signals::ignore_terminal();
     log::start(options.program, options.log, setup.log_format)?;
     setup.notes.iter().for_each(|note| tracing::warn!("{note}"));
     let ready = paste::text(&setup, options.log.quiet);

@@ -34,7 +34,7 @@ Serve disks and networks until a signal or `vshunt quit` ends it.
 Disks, networks, exports and workers come from flags, from a configuration file, or later over the control \
 socket. The daemon stays in the foreground. Unless -q is given, it prints one line on stderr that says \
 what is served where. SIGTERM, SIGINT and SIGHUP end it cleanly, with status 0. A signal that was ignored at \
-the start stays ignored.
+the start stays ignored. The limit of the size of files (ulimit -f) fails requests and does not end it.
 
 A clean end waits for the requests in flight, because the memory of guests is in use. If a disk does not \
 answer, the daemon waits for it and warns. A second signal, more than one second after the first, ends the \

@@ -3,6 +3,17 @@
 //! [`block`] must run on the main thread before other threads start, because threads inherit the
 //! mask. A signal that was ignored when the program started (nohup, a background job of a script)
 //! stays ignored.
+//!
+//! The kernel sends other signals for what one call on a file may not do. Their default action ends
+//! or stops the whole process, and with it the devices of all guests. They are ignored, so that the
+//! call fails, or succeeds, instead:
+//!
+//! | signal | sent for | then | ignored by |
+//! | --- | --- | --- | --- |
+//! | SIGXFSZ | a file that would exceed the limit of its size (`ulimit -f`, `LimitFSIZE=`) | EFBIG | all programs ([`ignore_file_limit`]) |
+//! | SIGPIPE | a pipe or socket that nothing reads | EPIPE | all programs (Rust's runtime) |
+//! | SIGTTOU | a line of the log, from the background of a terminal with `stty tostop` | it is written | the daemon ([`ignore_terminal`]) |
+//! | SIGTTIN | a read from a terminal, from its background | EIO | the daemon ([`ignore_terminal`]) |
 
 use std::mem::MaybeUninit;
 use std::sync::mpsc::Sender;
@@ -20,6 +31,22 @@ const ENDING: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
 /// The signals that were blocked.
 pub(crate) struct Blocked(libc::sigset_t);
+
+/// Makes a write that would make a file longer than the process may make files (RLIMIT_FSIZE) fail
+/// with EFBIG. Called before other threads start.
+pub(crate) fn ignore_file_limit() {
+    ignore(libc::SIGXFSZ);
+}
+
+fn ignore(signal: libc::c_int) {
+    // SAFETY: no handler runs: the kernel drops a signal that is ignored.
+    unsafe { libc::signal(signal, libc::SIG_IGN) };
+}
+
+/// Lets the daemon continue when it uses its terminal from the background.
+pub(super) fn ignore_terminal() {
+    [libc::SIGTTOU, libc::SIGTTIN].into_iter().for_each(ignore);
+}
 
 /// Blocks the signals that end the daemon.
 pub(crate) fn block() -> Result<Blocked> {
