@@ -118,6 +118,75 @@ def test_freeing_space_costs_no_bytes(suite):
     mount.stop()
 
 
+# Tasks that each read or write one block, at offsets of their own.
+TASKS = """
+import os, sys, threading
+fd, how = os.open(sys.argv[1], os.O_RDWR), sys.argv[2]
+def run(at):
+    if how == "write":
+        os.pwrite(fd, bytes([1 + at]) * 4096, at * 4096)
+    else:
+        assert os.pread(fd, 4096, at * 4096) == bytes(4096)
+threads = [threading.Thread(target=run, args=(at,)) for at in range(int(sys.argv[3]))]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+# What moves no data. While a write waits, so do calls that need the lock of its inode.
+METADATA = """
+import os, stat, sys
+path, how = sys.argv[1:]
+size = os.stat(path).st_size
+assert os.path.basename(path) in os.listdir(os.path.dirname(path))
+fd = os.open(path, os.O_RDWR)
+assert os.fstat(fd).st_size == size and os.statvfs(path).f_bsize > 0
+if how == "read":
+    os.fchmod(fd, 0o640)
+    os.fsync(fd)
+    assert os.lseek(fd, 0, os.SEEK_HOLE) <= size
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o640
+os.close(fd)
+"""
+
+
+@pytest.mark.parametrize("how", ["read", "write"])
+def test_metadata_passes_data_that_waits(suite, how):
+    """The first request passes, and the others wait for hours."""
+    suite.ours()
+    mount = m.Mount(suite, f"meta-{how}-{suite.transport}", disk=DISK, extra=",limits.bps=1")
+    most = mount.export()["limited-ms-max"]
+    r.require(most >= (1 << 20) * 1000, f"a request of 1 MiB at 1 byte in a second holds the next one back, not for {most} ms")
+    tasks = 16
+    argv = [sys.executable, "-B", "-c", TASKS, mount.path, how, str(tasks)]
+    child = r.Child(suite.rig, f"tasks-{how}-{suite.transport}", argv)
+    r.wait_for("requests wait", lambda: any(q["limited"] for q in mount.queues()))
+    m.script(METADATA, mount.path, how)
+    # Those that wait move with their queues.
+    worker = mount.daemon.worker_new()
+    mount.cli("attach", "f0", str(worker))
+    r.wait_for("requests wait on the other worker", lambda: any(q["limited"] for q in mount.queues()))
+    m.script(METADATA, mount.path, how)
+    r.require(child.running(), f"no request waits: {child.tail()}")
+    mount.cli("limit", "f0", "--off")
+    r.require(child.wait() == 0, child.tail())
+    if how == "write":
+        found = mount.path.read_bytes()[: tasks * 4096]
+        r.require(found == b"".join(bytes([1 + at]) * 4096 for at in range(tasks)), "what waited is not what was written")
+    mount.stop()
+
+
+def test_zeroes_that_move_no_data_cost_no_bytes(suite):
+    """A raw file marks them. In bytes it would be an hour at this rate."""
+    suite.ours()
+    image = suite.image(f"zeroes-{suite.transport}.img", 1 << 30)
+    mount = m.Mount(suite, f"zeroes-{suite.transport}", image=image, extra=",limits.bps=1M")
+    with m.Opened(mount.path) as fd:
+        for mode in (m.PUNCH, m.ZERO_RANGE, m.PUNCH, m.ZERO_RANGE):
+            m.fallocate(fd, mode, 0, 1 << 30)
+    mount.path.stat()
+    r.require(sum(q["limited-us"] for q in mount.queues()) == 0, f"queues waited: {mount.queues()}")
+    mount.stop()
+
+
 @pytest.mark.transports("dev")
 def test_a_mount_with_passthrough_has_no_limits(suite):
     suite.ours()

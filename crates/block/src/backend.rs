@@ -5,6 +5,7 @@ use std::sync::Arc;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Direct, DiskSpec, Format};
 
+use super::cost::Zeroing;
 use super::file_times::FileTimes;
 use super::image_file::Remote;
 use super::limits::{Limits, SECTOR_BYTES, why_no_size};
@@ -142,6 +143,16 @@ impl Backend {
             Self::Nbd(nbd) => u64::from(nbd.settings().blocks.minimum),
             // A frozen disk has that of its source.
             Self::Null | Self::Ram(_) | Self::Frozen | Self::Gone => 1,
+        }
+    }
+
+    /// Returns how a range is zeroed.
+    pub(super) fn zeroing(&self) -> Zeroing {
+        match self {
+            Self::Null | Self::Ram(_) | Self::Frozen | Self::Gone => Zeroing::Marks,
+            Self::Raw(raw) => raw.zeroing(),
+            Self::Qcow2(image) => image.zeroing(),
+            Self::Nbd(_) => Zeroing::Writes,
         }
     }
 

@@ -19,6 +19,7 @@ use vshunt_types::spec::{Cache, ConnectionsInfo, DiskSpec, Format};
 use vshunt_types::sync::LockedShared;
 
 use super::backend::{Backend, memory_size, no_frozen};
+use super::cost::Zeroing;
 use super::failures::{Failures, Storage};
 use super::image_file::Remote;
 use super::limits::{self, Limits};
@@ -189,6 +190,16 @@ impl Disk {
     /// Returns the current backend.
     pub(super) fn backend(&self) -> Backend {
         self.backend.read_locked().clone()
+    }
+
+    /// Returns the most bytes that a request costs which zeroes a range of at most `bytes_max`. For
+    /// control threads: does not wait while the image is replaced.
+    pub fn zeroes_cost_max(&self, bytes_max: u64) -> u64 {
+        let zeroing = match self.backend.try_read() {
+            Ok(backend) => backend.zeroing(),
+            Err(_) => Zeroing::Writes,
+        };
+        zeroing.written_bytes_max(bytes_max)
     }
 
     /// Waits until all completed writes are on stable storage. Blocks: for control threads, never

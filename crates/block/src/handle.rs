@@ -10,12 +10,13 @@ mod split;
 use std::io;
 use std::sync::Arc;
 
-use vshunt_engine::{Token, Uring};
+use vshunt_engine::{Direction, Token, Uring};
 
 use self::frozen::FrozenHandle;
 use self::split::SplitRequests;
 use super::backend::{Backend, null};
 use super::bounce::Pool;
+use super::cost::{Zeroing, cost};
 use super::disk::{Disk, WriteMark};
 use super::failures::Storage;
 use super::memory::Ram;
@@ -24,7 +25,7 @@ use super::qcow2::Qcow2Handle;
 use super::raw::{Raw, UringFiles};
 use super::shared_client::ClientHandle;
 use super::write_observers::WriteObservers;
-use super::{Io, Step};
+use super::{Io, Op, Step};
 
 /// A disk, as one queue of a worker uses it. It is made, used and dropped on that worker's thread,
 /// with that worker's io_uring.
@@ -112,6 +113,28 @@ impl DiskHandle {
     pub fn end_batch(&self) {
         if let Handle::Qcow2(image) = &self.handle {
             image.end_batch();
+        }
+    }
+
+    /// Returns what a request to this disk costs. See [`cost`].
+    #[inline]
+    pub fn cost(&self, op: Op, offset: u64, len: u64) -> Option<(Direction, u64)> {
+        let zeroing = match op {
+            Op::WriteZeroes { .. } => self.zeroing(),
+            _ => Zeroing::Marks,
+        };
+        cost(op, offset, len, zeroing)
+    }
+
+    /// Returns how the disk zeroes a range now. A file system that refuses to punch holes changes
+    /// the answer.
+    fn zeroing(&self) -> Zeroing {
+        match &self.handle {
+            // Only whole pages of memory are freed; less than two are written.
+            Handle::Null | Handle::Ram { .. } | Handle::Frozen(_) | Handle::Gone => Zeroing::Marks,
+            Handle::Raw { raw, .. } => raw.zeroing(),
+            Handle::Qcow2(image) => image.zeroing(),
+            Handle::Nbd(_) => Zeroing::Writes,
         }
     }
 

@@ -33,6 +33,7 @@ pub(super) use self::open::open;
 pub use self::open::{CHAIN_MAX, UncleanImage};
 pub use self::sweep::sweep;
 use super::bounce::Pool;
+use super::cost::Zeroing;
 use super::image_file::{ImageFile, Remote};
 use super::nbd::begin;
 use super::raw::Raw;
@@ -89,6 +90,18 @@ impl Qcow2 {
     /// Returns whether a call on one of the files may wait for another program.
     pub(super) fn may_wait(&self) -> bool {
         self.files().any(Raw::may_wait)
+    }
+
+    /// Returns how a range is zeroed.
+    pub(super) fn zeroing(&self) -> Zeroing {
+        // A raw data file has the number 1, and the zeroes are written or punched there.
+        let data = self.files.get(1).and_then(ImageFile::local);
+        let punches =
+            self.chain.top().has_raw_data() && data.is_some_and(|raw| raw.zeroing() == Zeroing::Marks);
+        match self.chain.marks_zeroes() || punches {
+            true => Zeroing::MarksClusters(self.cluster_bytes()),
+            false => Zeroing::Writes,
+        }
     }
 
     pub(super) fn cluster_bytes(&self) -> u64 {

@@ -34,6 +34,7 @@ pub(super) use uring::UringFiles;
 use vshunt_types::error::{Error, Result};
 
 use super::bounce::{AlignedBuf, Pool};
+use super::cost::Zeroing;
 use super::file_times::FileTimes;
 use super::io::Stage;
 use super::limits::SECTOR_BYTES;
@@ -98,6 +99,8 @@ pub(super) struct Raw {
     /// descriptor.)
     buffered: Option<SharedFile>,
     block_device: bool,
+    /// The block device has no command to write zeroes, so the kernel writes them.
+    zeroes_by_writing: bool,
     /// Masks of the alignment that O_DIRECT requires; 0 without O_DIRECT.
     memory_mask: usize,
     offset_mask: u64,
@@ -515,6 +518,16 @@ impl Raw {
                 Err(e) => return Err(e),
             }
         }
+    }
+
+    /// Returns how a range is zeroed, as far as is known. A file system that punches holes writes
+    /// no zeroes.
+    pub(super) fn zeroing(&self) -> Zeroing {
+        let writes = match self.block_device {
+            true => self.zeroes_by_writing,
+            false => self.methods.load(Ordering::Relaxed) & method::PUNCH == 0,
+        };
+        if writes { Zeroing::Writes } else { Zeroing::Marks }
     }
 
     fn has(&self, io: &Io, method: u8) -> bool {

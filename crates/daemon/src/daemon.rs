@@ -479,7 +479,9 @@ impl Daemon {
             (info.spec.balance, info.balancing) = self.balancing(&export);
             info
         };
-        shown.into_iter().map(info).collect()
+        let mut infos: Vec<_> = shown.into_iter().map(info).collect();
+        self.add_longest_waits(&mut infos);
+        infos
     }
 
     pub(super) fn shown(&self) -> Vec<Arc<Export>> {

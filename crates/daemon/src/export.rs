@@ -368,6 +368,7 @@ impl Export {
                 queue_list.iter().filter_map(|queue| queue.service_times.as_ref()),
             ),
             balancing: None,
+            limited_ms_max: None,
             queue_list,
             queues_left_out: 0,
         }

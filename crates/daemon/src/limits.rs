@@ -152,7 +152,7 @@ impl LimitGroups {
 
 /// Returns limits as the engine has them: what the guest receives is read, and what it sends is
 /// written. A group has limits of one kind.
-fn rates(spec: &LimitsSpec) -> LimitRates {
+pub(crate) fn rates(spec: &LimitsSpec) -> LimitRates {
     let rate = |average: Option<u64>, burst: Option<Burst>| {
         average.map(|average| LimitRate {
             average,

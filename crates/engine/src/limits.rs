@@ -28,7 +28,7 @@ mod group;
 mod tests;
 
 use std::sync::OnceLock;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 pub use gate::LimitGate;
 pub use group::{LimitCell, LimitGroup, LimitMember};
@@ -106,4 +106,29 @@ pub struct Rates {
     pub bytes: RateSet,
     /// A longer request counts as several operations of this number of bytes. 0: as one.
     pub operation_bytes: u64,
+}
+
+impl Rates {
+    /// Returns the longest time for which the first request of a queue waits, if workers get the
+    /// CPU time that they need. `bytes_max`: the bytes of the longest request. `queues`: those of
+    /// the export; a queue pair of a network counts as two. `members`: exports that share the
+    /// limits.
+    ///
+    /// At most the first requests of the other queues go before it, since the queue that waits
+    /// longest owns the next share. Each leaves a debt of one request at most, and other members
+    /// get equal parts while it is paid.
+    pub fn longest_wait(&self, bytes_max: u64, queues: u64, members: u64) -> Duration {
+        let operations = match self.operation_bytes {
+            0 => 1.0,
+            unit => (bytes_max as f64 / unit as f64).max(1.0),
+        };
+        let slowest = |rates: &RateSet, units: f64| {
+            let seconds = |rate: Option<Rate>| rate.map_or(0.0, |rate| units / rate.average.max(1) as f64);
+            seconds(rates.total).max(seconds(rates.read)).max(seconds(rates.write))
+        };
+        let debt = slowest(&self.operations, operations).max(slowest(&self.bytes, bytes_max as f64));
+        let turn = debt + (TIMER_TICKS_MAX + TURN_TICKS + SHARED_SHARE_TICKS) as f64 / TICKS_PER_S as f64;
+        let seconds = turn * queues.max(1) as f64 * members.max(1) as f64;
+        Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+    }
 }

@@ -64,6 +64,7 @@ use vshunt_types::spec::{ExportSpec, Transport};
 
 use self::mount::{Mount, Mountpoint, Options, clone_channel};
 pub use self::plan::{QueuePlan, check_uring, cpus_of, plan};
+pub use crate::queue::TRANSFER_BYTES_MAX;
 use crate::queue::{
     ChannelGroup, ChannelTransport, FuseQueue, FuseShared, MountConfig, MountEvent, QueueConfig, RingQueue,
 };

@@ -19,6 +19,7 @@ mod shared;
 mod transport;
 mod uring;
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -35,11 +36,13 @@ use self::per_slot::PerSlot;
 use self::rmw_lock::WriteShare;
 use self::serve::NextStep;
 pub(crate) use self::shared::{FuseShared, MountConfig};
-use self::transport::{Failure, Next, OP_DISK, OP_EVENTFD, OP_LIMIT, OP_TRANSPORT, PollOp, QueueTransport};
+use self::transport::{
+    Failure, Next, OP_DISK, OP_EVENTFD, OP_LIMIT, OP_TRANSPORT, PollOp, QueueTransport, Request,
+};
 pub(crate) use self::uring::{RingQueue, UringTransport};
 
 /// The longest read or write, bytes. The kernel is asked to keep to it.
-pub(crate) const TRANSFER_BYTES_MAX: u32 = 1 << 20;
+pub const TRANSFER_BYTES_MAX: u32 = 1 << 20;
 /// Room for a read that is rounded to blocks at both ends.
 const SLACK_BYTES: usize = 2 * 4096;
 /// Bytes of the buffer of one request.
@@ -106,6 +109,9 @@ pub(crate) struct FuseQueue<T: QueueTransport> {
     /// Data of the requests taken in this iteration.
     iteration_bytes: u64,
     limit: LimitGate,
+    /// Requests that wait for the limits, in their order. They keep their slots. Nothing is in
+    /// flight for them, so they move with the queue.
+    held: VecDeque<Request>,
     meter: Meter,
     // Any thread's.
     completions: Arc<CompletionQueue>,
@@ -171,6 +177,7 @@ impl<T: QueueTransport> FuseQueue<T> {
             replied: 0,
             iteration_bytes: 0,
             limit: LimitGate::new(shared.limits.clone(), index),
+            held: VecDeque::new(),
             meter: stats.latency.meter(),
             completions: Arc::new(CompletionQueue::new(eventfd.clone())),
             write_share: shared.write_share(index).ok_or(std::io::ErrorKind::InvalidInput)?,
@@ -276,6 +283,35 @@ impl<T: QueueTransport> FuseQueue<T> {
         }
     }
 
+    /// Asks the limits whether a request may begin. One that costs something does not overtake
+    /// those that wait.
+    #[inline]
+    fn may_begin(&mut self, request: &Request) -> bool {
+        match self.cost(request) {
+            None => true,
+            Some(_) if !self.held.is_empty() => false,
+            Some((direction, bytes)) => self.limit.ask(direction, bytes),
+        }
+    }
+
+    /// Begins the requests that waited for the limits, as far as these permit it.
+    #[inline]
+    fn begin_held(&mut self, uring: &mut Uring, place: Token, limited: bool) {
+        if self.limit.is_held() && limited {
+            return;
+        }
+        while self.iteration_bytes < ITERATION_BYTES
+            && let Some(request) = self.held.pop_front()
+        {
+            let cost = if limited { self.cost(&request) } else { None };
+            if cost.is_some_and(|(direction, bytes)| !self.limit.ask(direction, bytes)) {
+                self.held.push_front(request);
+                return self.limit.hold(uring, place.with(0, OP_LIMIT), &self.stats);
+            }
+            self.begin(uring, place, &request);
+        }
+    }
+
     /// An operation of the disk completed. Returns the number of requests that ended.
     #[inline]
     fn disk_completed(&mut self, uring: &mut Uring, token: Token, result: i32) -> u32 {
@@ -312,24 +348,22 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
         let mut taken = 0;
         let limited = self.limit.begin();
         self.meter.batch();
+        self.begin_held(uring, place, limited);
         while taken < budget && self.iteration_bytes < ITERATION_BYTES {
-            // A request that is read cannot be returned, and what it is is not known before.
-            if limited && !self.limit.ask_any() {
-                self.limit.hold(uring, place.with(0, OP_LIMIT), &self.stats);
-                break;
-            }
             match self.transport.next(&self.buffers) {
                 Next::Request(request) => {
                     taken += 1;
-                    self.in_flight += 1;
-                    if limited {
-                        self.charge(&request);
-                    }
                     if T::CALL_FOR_EACH {
                         self.meter.batch();
                     }
-                    self.begin(uring, place, &request);
-                    if request.is_last {
+                    let is_last = request.is_last;
+                    if limited && !self.may_begin(&request) {
+                        self.held.push_back(request);
+                        self.limit.hold(uring, place.with(0, OP_LIMIT), &self.stats);
+                    } else {
+                        self.begin(uring, place, &request);
+                    }
+                    if is_last {
                         break;
                     }
                 }
@@ -385,20 +419,18 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
     }
 
     fn has_work(&self) -> bool {
-        !self.limit.is_held() && self.transport.has_work()
+        (!self.held.is_empty() && !self.limit.is_held()) || self.transport.has_work()
     }
 
     fn wake(&mut self) {}
 
     fn look(&self) -> bool {
-        !self.limit.is_held() && self.transport.look()
+        (!self.held.is_empty() && !self.limit.is_held()) || self.transport.look()
     }
 
     fn sleep(&mut self, uring: &mut Uring, place: Token, _after: u32) -> bool {
-        if self.limit.is_held() {
-            // The timer wakes the worker, which then looks at the queue.
-            return false;
-        }
+        // Requests that limits do not concern pass those that wait, so the next one has to wake the
+        // worker.
         self.transport.sleep(uring, place);
         self.has_work()
     }

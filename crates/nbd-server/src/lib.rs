@@ -43,6 +43,7 @@ use vshunt_types::sync::Locked;
 
 pub use self::listen::{Listening, listen};
 use self::map::MapThread;
+pub use self::shared::PAYLOAD_BYTES_MAX;
 use self::shared::Shared;
 pub use self::tls::Credentials;
 

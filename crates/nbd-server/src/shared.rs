@@ -18,7 +18,7 @@ use crate::{Bitmaps, Config};
 
 /// The longest data of a read or write, bytes. Clients that do not ask for the block sizes assume
 /// it (proto, "Block size constraints").
-pub(crate) const PAYLOAD_BYTES_MAX: u32 = 32 << 20;
+pub const PAYLOAD_BYTES_MAX: u32 = 32 << 20;
 /// Bytes of requests that need no read-modify-write on most storage.
 const PREFERRED_BYTES: u32 = 4096;
 /// The largest alignment that the protocol has, bytes.

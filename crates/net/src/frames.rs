@@ -10,7 +10,7 @@ pub(crate) const BATCH: u32 = 64;
 /// Bytes of an Ethernet header: addresses and EtherType.
 pub(crate) const ETH_HEADER_BYTES: usize = 14;
 /// The longest frame: an IP packet of 64 KiB behind an Ethernet header with two VLAN tags.
-pub(crate) const FRAME_MAX: usize = 65_535 + ETH_HEADER_BYTES + 2 * 4;
+pub const FRAME_MAX: usize = 65_535 + ETH_HEADER_BYTES + 2 * 4;
 
 // Lengths of frames, with their headers, are told to the ring and to io_uring as `u32`.
 const _: () = assert!(NET_HDR_BYTES + FRAME_MAX < u32::MAX as usize);

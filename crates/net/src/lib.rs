@@ -66,6 +66,6 @@ mod tap_file;
 pub mod tap_pair;
 
 pub use counters::NetStats;
-pub use frames::PAIR_RINGS;
+pub use frames::{FRAME_MAX, PAIR_RINGS};
 pub use pair_limits::PairLimits;
 pub use switch::Switch;

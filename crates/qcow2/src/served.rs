@@ -420,6 +420,11 @@ impl Served {
         self.size.store(size, Release);
     }
 
+    /// Returns whether its data file is a raw image by itself.
+    pub fn has_raw_data(&self) -> bool {
+        self.raw_data
+    }
+
     /// Returns the bytes of a cluster.
     pub fn cluster_size(&self) -> u64 {
         1 << self.cluster_bits
@@ -566,6 +571,13 @@ impl Chain {
     #[inline]
     pub fn top(&self) -> &Arc<Served> {
         &self.top
+    }
+
+    /// Returns whether an entry of the map can say that a whole cluster reads as zeroes. If not,
+    /// the zeroes are written to the image or to its data file.
+    pub fn marks_zeroes(&self) -> bool {
+        let top = self.top();
+        !top.raw_data && (top.version >= 3 || !self.has_below())
     }
 
     pub(crate) fn has_below(&self) -> bool {

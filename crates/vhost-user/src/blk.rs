@@ -18,8 +18,8 @@ use vshunt_engine::{LimitCell, Queue};
 use vshunt_types::spec::Cache;
 use vshunt_virtqueue::RingParts;
 
-pub use self::queue::SERIAL_MAX;
 use self::queue::{BlkQueue, BlkShared};
+pub use self::queue::{REQUEST_BYTES_MAX, SERIAL_MAX};
 use super::{ConfigChange, Device, RingPlace};
 use vshunt_types::convert::{copy_start, low_u32};
 
@@ -27,7 +27,7 @@ use vshunt_types::convert::{copy_start, low_u32};
 const SEG_MAX: u32 = 126;
 /// Largest DISCARD and WRITE_ZEROES, sectors: 2 GiB, so that one request does not occupy the ring
 /// of its worker for long.
-const ZERO_SECTORS_MAX: u32 = 1 << 22;
+pub const ZERO_SECTORS_MAX: u32 = 1 << 22;
 
 /// Bytes of a sector.
 const SECTOR_BYTES: u32 = low_u32(SECTOR_SIZE);

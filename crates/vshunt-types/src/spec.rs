@@ -699,6 +699,10 @@ pub struct ExportInfo {
     /// How its queues follow load. Absent if they do not, and never did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub balancing: Option<BalanceInfo>,
+    /// With limits: the longest time in milliseconds for which they hold back the first request of
+    /// a queue, if all queues of the export have requests of the longest kind.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limited_ms_max: Option<u64>,
     /// vhost-user-blk, fuse, nbd: service times of all queues together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service_times: Option<LatencyInfo>,

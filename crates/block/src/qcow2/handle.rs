@@ -16,6 +16,7 @@ use vshunt_engine::{Token, Uring, on_file};
 
 use super::Qcow2;
 use crate::bounce::Pool;
+use crate::cost::Zeroing;
 use crate::failures;
 use crate::image_file::{FileHandle, ImageFile};
 use crate::io::Qcow2State;
@@ -58,6 +59,10 @@ impl Qcow2Handle {
     /// Returns where the image is, for messages. `asked`: the request was sent.
     pub(crate) fn place(&self, asked: bool) -> failures::Storage {
         self.image.files[0].place(asked)
+    }
+
+    pub(crate) fn zeroing(&self) -> Zeroing {
+        self.image.zeroing()
     }
 
     /// See [`DiskHandle::start`](crate::DiskHandle::start).

@@ -97,6 +97,7 @@ pub(crate) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
         file,
         buffered,
         block_device,
+        zeroes_by_writing: device.as_ref().is_some_and(|device| device.zeroes_max == 0),
         memory_mask,
         offset_mask,
         direct,

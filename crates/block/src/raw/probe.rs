@@ -86,6 +86,8 @@ pub(super) struct Device {
     /// 0 if it has no discard.
     pub(super) discard_max: u64,
     pub(super) discard_align: u32,
+    /// 0 if it has no command to write zeroes, or that is not known.
+    pub(super) zeroes_max: u64,
 }
 
 /// Reads the properties of a block device.
@@ -104,6 +106,7 @@ pub(super) fn device(file: &File) -> io::Result<Device> {
         // If sysfs cannot be read, as in a sandbox, discards are tried.
         discard_max: read("discard_max_bytes").unwrap_or(u64::MAX),
         discard_align: small("discard_granularity").unwrap_or(0),
+        zeroes_max: read("write_zeroes_max_bytes").unwrap_or(0),
     })
 }
 

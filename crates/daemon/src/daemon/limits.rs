@@ -2,12 +2,18 @@
 
 use std::sync::Arc;
 
+use vshunt_block::SECTOR_BYTES;
+use vshunt_fuse::TRANSFER_BYTES_MAX;
+use vshunt_nbd_server::PAYLOAD_BYTES_MAX;
+use vshunt_net::FRAME_MAX;
 use vshunt_types::error::{Error, Result};
-use vshunt_types::spec::{ExportInfo, LimitsSpec};
+use vshunt_types::spec::{ExportInfo, ExportKind, LimitKind, LimitsSpec};
+use vshunt_vhost_user::blk::{REQUEST_BYTES_MAX, ZERO_SECTORS_MAX};
 
 use super::Daemon;
 use crate::check::check_limits;
 use crate::export::removing;
+use crate::limits::rates;
 use crate::registry::Phase;
 use crate::service_totals::ServiceTotals;
 
@@ -60,5 +66,45 @@ impl Daemon {
         }
         drop(state);
         Ok(())
+    }
+
+    /// Says of each export with limits how long these hold back a request at most.
+    pub(super) fn add_longest_waits(&self, infos: &mut [ExportInfo]) {
+        let limited = |info: &ExportInfo| info.spec.limits.is_some();
+        let longest: Vec<u64> = infos
+            .iter()
+            .map(|info| if limited(info) { self.longest_request_bytes(info) } else { 0 })
+            .collect();
+        let groups: Vec<Option<String>> = infos
+            .iter()
+            .map(|info| info.spec.limits.as_ref().and_then(|limits| limits.group.clone()))
+            .collect();
+        for (at, info) in infos.iter_mut().enumerate() {
+            let Some(limits) = &info.spec.limits else { continue };
+            let shares =
+                |other: &usize| *other == at || (groups[at].is_some() && groups[*other] == groups[at]);
+            let members: Vec<usize> = (0..groups.len()).filter(shares).collect();
+            let bytes = members.iter().filter_map(|member| longest.get(*member)).max().copied().unwrap_or(0);
+            let rings = if info.spec.kind.limits() == Some(LimitKind::Network) { 2 } else { 1 };
+            let (queues, members) = (info.queue_list.len() as u64 * rings, members.len() as u64);
+            let wait = rates(limits).longest_wait(bytes, queues, members);
+            info.limited_ms_max = Some(u64::try_from(wait.as_millis()).unwrap_or(u64::MAX));
+        }
+    }
+
+    /// Returns the most bytes that one request of an export costs.
+    fn longest_request_bytes(&self, info: &ExportInfo) -> u64 {
+        let disk = self.state().disk(&info.spec.disk).ok();
+        let zeroes = |most: u64| {
+            disk.as_ref().map_or(0, |entry| entry.disk.zeroes_cost_max(most.min(entry.disk.size_bytes())))
+        };
+        match info.spec.kind {
+            ExportKind::VhostUserBlk => {
+                REQUEST_BYTES_MAX.max(zeroes(u64::from(ZERO_SECTORS_MAX) * SECTOR_BYTES))
+            }
+            ExportKind::Fuse => u64::from(TRANSFER_BYTES_MAX).max(zeroes(u64::MAX)),
+            ExportKind::Nbd => u64::from(PAYLOAD_BYTES_MAX).max(zeroes(u64::MAX)),
+            ExportKind::VhostUserNet | ExportKind::Uplink => FRAME_MAX as u64,
+        }
     }
 }

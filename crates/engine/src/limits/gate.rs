@@ -84,29 +84,22 @@ impl LimitGate {
     /// Asks whether a request may start, and pays for it if so.
     #[inline]
     pub fn ask(&mut self, direction: Direction, bytes: u64) -> bool {
-        let may = self.may(Some(direction));
+        let may = self.may(direction);
         if may {
             self.charge(direction, bytes);
         }
         may
     }
 
-    /// Asks whether the next request may start, whatever it is. For transports that cannot return
-    /// a request. Its [`charge`](Self::charge) follows.
-    #[inline]
-    pub fn ask_any(&mut self) -> bool {
-        self.may(None)
-    }
-
     /// Asks whether the next request of a direction may start, of whatever size. Its
     /// [`charge`](Self::charge) follows.
     #[inline]
     pub fn ask_next(&mut self, direction: Direction) -> bool {
-        self.may(Some(direction))
+        self.may(direction)
     }
 
     #[inline]
-    fn may(&mut self, direction: Option<Direction>) -> bool {
+    fn may(&mut self, direction: Direction) -> bool {
         let Some(member) = &self.member else { return true };
         match member.ask(self.queue, direction, self.now) {
             Ok(()) => true,
@@ -117,7 +110,7 @@ impl LimitGate {
         }
     }
 
-    /// Pays for a request that starts without having asked, or after [`ask_any`](Self::ask_any) or
+    /// Pays for a request that starts without having asked, or after
     /// [`ask_next`](Self::ask_next).
     #[inline]
     pub fn charge(&self, direction: Direction, bytes: u64) {

@@ -206,9 +206,9 @@ impl LimitMember {
     }
 
     /// Calls `f` with each account that a request of a direction uses, its bucket, and the cost of
-    /// `bytes`. No direction: of both.
+    /// `bytes`.
     #[inline]
-    fn each(&self, direction: Option<Direction>, bytes: u64, mut f: impl FnMut(&Account, &Bucket, Ticks)) {
+    fn each(&self, direction: Direction, bytes: u64, mut f: impl FnMut(&Account, &Bucket, Ticks)) {
         let group = &*self.group;
         for (buckets, accounts, in_bytes) in
             [(&group.operations, &self.operations, false), (&group.bytes, &self.bytes, true)]
@@ -221,10 +221,10 @@ impl LimitMember {
                 }
             };
             one(&buckets.total, &accounts.total);
-            if direction != Some(Direction::Write) {
+            if direction == Direction::Read {
                 one(&buckets.read, &accounts.read);
             }
-            if direction != Some(Direction::Read) {
+            if direction == Direction::Write {
                 one(&buckets.write, &accounts.write);
             }
         }
@@ -235,7 +235,7 @@ impl LimitMember {
     /// # Errors
     /// The time at which the queue should ask again.
     #[inline]
-    pub(super) fn ask(&self, queue: u16, direction: Option<Direction>, now: Ticks) -> Result<(), Ticks> {
+    pub(super) fn ask(&self, queue: u16, direction: Direction, now: Ticks) -> Result<(), Ticks> {
         if !self.may_try(queue, now) {
             return Err(self.wait(queue, now, now + RETRY_TICKS));
         }
@@ -259,12 +259,12 @@ impl LimitMember {
     /// Pays for a request that starts.
     #[inline]
     pub(super) fn charge(&self, direction: Direction, bytes: u64) {
-        self.each(Some(direction), bytes, |account, _, cost| account.charge(cost));
+        self.each(direction, bytes, |account, _, cost| account.charge(cost));
     }
 
     /// Takes back what was paid for a request of `bytes` that did not start.
     pub(super) fn refund(&self, direction: Direction, bytes: u64) {
-        self.each(Some(direction), bytes, |account, _, cost| account.refund(cost));
+        self.each(direction, bytes, |account, _, cost| account.refund(cost));
     }
 
     /// Returns whether it is not the turn of another queue.

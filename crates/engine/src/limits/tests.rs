@@ -56,7 +56,7 @@ impl<'a> Source<'a> {
 
     fn run(&mut self, now: Ticks) {
         for _ in 0..self.depth {
-            match self.member.ask(self.queue, Some(self.direction), now) {
+            match self.member.ask(self.queue, self.direction, now) {
                 Ok(()) => {
                     self.member.charge(self.direction, self.bytes);
                     self.longest_wait = self.longest_wait.max(now - self.asked_at);
@@ -316,7 +316,7 @@ fn what_was_paid_for_nothing_is_returned() {
         while now < 11 * TICKS_PER_S {
             // It expects requests of another size. Every other one does not exist.
             let expected = 21_500 - bytes;
-            let read = Some(Direction::Read);
+            let read = Direction::Read;
             let paid = (0..16).take_while(|_| {
                 let may = member.ask(0, read, now).is_ok();
                 if may {
@@ -477,5 +477,35 @@ fn a_debt_is_the_same_number_of_bytes_after_a_change() {
         run(&mut [Source { bytes: u64::MAX, ..Source::new(&member, 0) }], 10);
         let member = changed(&mut group, &member, &bytes(rate(after)), now);
         run(&mut [Source { bytes: u64::MAX, wakes_at: now, ..Source::new(&member, 0) }], 1010);
+    }
+}
+
+#[test]
+fn no_first_request_waits_longer_than_the_bound() {
+    let burst = Rate { average: 50_000_000, burst: 200_000_000, burst_seconds: 2 };
+    let both = Rates { operation_bytes: 65536, ..operations(rate(500)) };
+    for rates in [operations(rate(3)), bytes(rate(20_000_000)), bytes(Some(burst)), both] {
+        for members in [1, 3] {
+            let group = LimitGroup::new(&rates, members > 1);
+            let all: Vec<_> = (0..members).map(|_| LimitMember::new(group.clone(), 4)).collect();
+            let mut sources = Vec::new();
+            for (nth, member) in all.iter().enumerate() {
+                for queue in 0..4 {
+                    // Small and long requests of both directions, on queues of all kinds.
+                    let bytes = if (usize::from(queue) + nth).is_multiple_of(2) { 64 << 20 } else { 4096 };
+                    let direction = if queue < 2 { Direction::Read } else { Direction::Write };
+                    sources.push(Source { bytes, direction, depth: 3, ..Source::new(member, queue) });
+                }
+            }
+            run(&mut sources, 600_000);
+            let bound = rates.longest_wait(64 << 20, 4, members).as_nanos();
+            for source in &sources {
+                let waited = u128::from(source.longest_wait / TICKS_PER_NS);
+                assert!(
+                    source.requests > 0 && waited <= bound,
+                    "{waited} of {bound} ns: {rates:?}, {members}"
+                );
+            }
+        }
     }
 }

@@ -16,10 +16,6 @@ use crate::abi::{
 };
 use vshunt_types::convert::{at_most, len_u32, to_usize};
 
-/// Bytes of a fallocate(2) that limits count at most: those of the longest WRITE_ZEROES of a guest.
-/// So the debt of one request has a bound, although the kernel passes on any length.
-const ZEROED_BYTES_MAX: u64 = 2 << 30;
-
 /// Requests that get no reply.
 fn is_silent(opcode: u32) -> bool {
     matches!(opcode, op::FORGET | op::BATCH_FORGET | op::INTERRUPT)
@@ -79,6 +75,7 @@ impl<T: QueueTransport> FuseQueue<T> {
     pub(super) fn begin(&mut self, uring: &mut Uring, place: Token, request: &Request) {
         let Request { slot, header, args, payload_bytes, .. } = request;
         let (slot, payload_bytes) = (*slot, *payload_bytes);
+        self.in_flight += 1;
         let state = &mut self.slots[slot];
         state.unique = header.unique;
         state.taken = self.meter.stamp();
@@ -101,30 +98,48 @@ impl<T: QueueTransport> FuseQueue<T> {
         }
     }
 
-    /// Charges the limits with a request that begins.
-    pub(super) fn charge(&self, request: &Request) {
-        let args = &request.args;
-        let transfer = || TransferIn::read(args).map_or(0, |t| t.size.min(TRANSFER_BYTES_MAX).into());
-        let (direction, bytes) = match request.header.opcode {
-            op::READ => (Direction::Read, transfer()),
-            op::WRITE => (Direction::Write, transfer()),
-            op::FALLOCATE => {
-                (Direction::Write, FallocateIn::read(args).map_or(0, |what| self.zeroed_bytes(what)))
-            }
-            _ => return,
-        };
-        self.limit.charge(direction, bytes);
+    /// Returns what a request costs: its direction and its bytes. None: limits do not concern it,
+    /// as requests for metadata.
+    #[inline]
+    pub(super) fn cost(&self, request: &Request) -> Option<(Direction, u64)> {
+        let (op, offset, bytes) = self.charged(request)?;
+        // A worker arms the queue before it takes a request.
+        self.handle.as_ref()?.cost(op, offset, bytes)
     }
 
-    /// Returns how many bytes of a fallocate(2) the limits count: those that the storage may have
-    /// to write as zeroes. Space that is allocated or freed moves no data, and neither does a
-    /// request that is refused.
-    fn zeroed_bytes(&self, what: FallocateIn) -> u64 {
-        match self.allocation(what) {
-            Ok(Allocation { change: Change::Zero { len, unmap: false, .. }, .. }) => {
-                len.min(ZEROED_BYTES_MAX)
+    /// Returns what limits look at: the operation, its offset, and its length within the file; for
+    /// a request that is refused a length of 0. None: requests that are no operation of the disk.
+    fn charged(&self, request: &Request) -> Option<(Op, u64, u64)> {
+        let args = &request.args;
+        let end = self.shared.disk().size_bytes();
+        let transfer = |end: u64| {
+            let TransferIn { offset, size, .. } = TransferIn::read(args).unwrap_or_default();
+            let len = size.min(TRANSFER_BYTES_MAX).into();
+            (offset, end.saturating_sub(offset).min(len))
+        };
+        match request.header.opcode {
+            op::READ => {
+                let (offset, len) = transfer(end);
+                Some((Op::Read, offset, len))
             }
-            _ => 0,
+            op::WRITE => {
+                let end = match (self.shared.writable, self.shared.growable) {
+                    (true, true) => u64::MAX,
+                    (true, false) => end,
+                    (false, _) => 0,
+                };
+                let (offset, len) = transfer(end);
+                Some((Op::Write, offset, len.min(request.payload_bytes as u64)))
+            }
+            op::FALLOCATE => {
+                let what = FallocateIn::read(args)?;
+                Some(match self.allocation(what).map(|allocation| allocation.change) {
+                    Ok(Change::Zero { offset, len, unmap }) => (Op::WriteZeroes { unmap }, offset, len),
+                    Ok(Change::Allocate { offset, len }) => (Op::Allocate, offset, len),
+                    Ok(Change::Write { .. }) | Err(_) => (Op::Allocate, 0, 0),
+                })
+            }
+            _ => None,
         }
     }
 

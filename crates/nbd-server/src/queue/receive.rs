@@ -4,7 +4,8 @@ use ::nbd::server::{Request, Work, errno};
 use ::nbd::{REQUEST_BYTES_MAX, Violation};
 use io_uring::opcode;
 use libc::{iovec, msghdr};
-use vshunt_engine::{Direction, QueueStats, Token, Uring, UringFile, on_file};
+use vshunt_block::{Look, Op};
+use vshunt_engine::{QueueStats, Token, Uring, UringFile, on_file};
 use vshunt_types::convert::to_usize;
 
 use super::memory::Lack;
@@ -22,8 +23,6 @@ const BUFFER_BYTES_LONG: usize = 1 << 10;
 const LONG_BYTES: u64 = 16 << 10;
 /// Most questions of a connection to the map thread, which all connections of the export share.
 const QUESTIONS_MAX: u32 = 4;
-/// Bytes that limits count at most for writing zeroes: those of the longest request of a guest.
-const ZEROED_BYTES_MAX: u64 = 2 << 30;
 
 /// A request whose payload is not complete.
 struct Incoming {
@@ -181,7 +180,9 @@ impl ConnectionQueue {
             Some(Err(Lack::NoMemory)) => Err(errno::ENOMEM),
         };
         if limited
-            && let Some((direction, bytes)) = cost(&request, work)
+            && let Some((op, bytes)) = charged(&request, work)
+            && let Some((direction, bytes)) =
+                self.handle.as_ref().and_then(|disk| disk.cost(op, request.offset, bytes))
             && !self.limit.ask(direction, bytes)
         {
             data.ok().flatten().into_iter().for_each(|data| self.memory.give(data));
@@ -312,23 +313,20 @@ fn receive_entry(file: UringFile, message: *mut msghdr) -> io_uring::squeue::Ent
     on_file!(file, |fd| opcode::RecvMsg::new(fd, message).build())
 }
 
-/// Returns what a request costs: its direction and its bytes. None: limits do not concern it.
-///
-/// A request that is refused costs an operation and no bytes. A discard moves no data. The storage
-/// may have to write zeroes.
-fn cost(request: &Request, work: Result<Work, u32>) -> Option<(Direction, u64)> {
+/// Returns what limits look at: the operation and its length; for a request that is refused a
+/// length of 0. None: requests that are no operation of the disk.
+fn charged(request: &Request, work: Result<Work, u32>) -> Option<(Op, u64)> {
     use ::nbd::CommandKind as Kind;
-    let direction = match request.command()? {
-        Kind::Read => Direction::Read,
-        Kind::Write | Kind::Trim | Kind::WriteZeroes => Direction::Write,
-        Kind::Flush | Kind::BlockStatus | Kind::Disconnect => return None,
+    let op = match request.command()? {
+        Kind::Read => Op::Read,
+        Kind::Write => Op::Write,
+        Kind::Trim => Op::Discard,
+        Kind::WriteZeroes => Op::WriteZeroes { unmap: false },
+        Kind::Flush => Op::Flush,
+        Kind::BlockStatus => Op::Seek { look: Look::Disk },
+        Kind::Disconnect => return None,
     };
-    let bytes = match work {
-        Ok(Work::Read | Work::Write { .. }) => request.len,
-        Ok(Work::WriteZeroes { .. }) => request.len.min(ZEROED_BYTES_MAX),
-        _ => 0,
-    };
-    Some((direction, bytes))
+    Some((op, if work.is_ok() { request.len } else { 0 }))
 }
 
 #[cfg(test)]
@@ -336,21 +334,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_cost_where_data_moves_or_zeroes_may_be_written() {
+    fn the_length_of_a_valid_request_is_charged() {
         let of = |kind| Request { flags: 0, kind, cookie: 0, offset: 0, len: 4 << 30 };
         let zeroes = Work::WriteZeroes { unmap: true, fua: false };
+        let zero = Op::WriteZeroes { unmap: false };
+        let seek = Op::Seek { look: Look::Disk };
         for (kind, work, wanted) in [
-            (0, Ok(Work::Read), Some((Direction::Read, 4 << 30))),
-            (1, Ok(Work::Write { fua: false }), Some((Direction::Write, 4 << 30))),
-            (6, Ok(zeroes), Some((Direction::Write, 2 << 30))),
-            (4, Ok(Work::Trim { fua: false }), Some((Direction::Write, 0))),
-            (0, Err(errno::EINVAL), Some((Direction::Read, 0))),
-            (1, Err(errno::EPERM), Some((Direction::Write, 0))),
-            (3, Ok(Work::Flush), None),
-            (7, Ok(Work::BlockStatus { one: false }), None),
+            (0, Ok(Work::Read), Some((Op::Read, 4 << 30))),
+            (1, Ok(Work::Write { fua: false }), Some((Op::Write, 4 << 30))),
+            (6, Ok(zeroes), Some((zero, 4 << 30))),
+            (4, Ok(Work::Trim { fua: false }), Some((Op::Discard, 4 << 30))),
+            (0, Err(errno::EINVAL), Some((Op::Read, 0))),
+            (1, Err(errno::EPERM), Some((Op::Write, 0))),
+            (3, Ok(Work::Flush), Some((Op::Flush, 4 << 30))),
+            (7, Ok(Work::BlockStatus { one: false }), Some((seek, 4 << 30))),
             (99, Err(errno::EINVAL), None),
         ] {
-            assert_eq!(cost(&of(kind), work), wanted, "type {kind}");
+            assert_eq!(charged(&of(kind), work), wanted, "type {kind}");
         }
     }
 }

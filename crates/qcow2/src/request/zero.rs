@@ -22,8 +22,7 @@ impl Request {
             return self.step_discard_raw(cx);
         }
         let whole = pos & (size - 1) == 0 && self.end >= next.min(image.size());
-        // Whether an entry can express that.
-        let by_entry = !image.raw_data && (image.version >= 3 || !chain.has_below());
+        let by_entry = chain.marks_zeroes();
         if discard && !(whole && by_entry) {
             self.pos = next.min(self.end);
             return Next::Again;

@@ -41,7 +41,7 @@ const TAKE_BYTES: u64 = 4 << 20;
 /// Bytes of the longest read or write. Descriptors may name the same memory many times. Without a
 /// limit, one request could occupy a shared worker for minutes. The block layers of guests stay far
 /// below.
-const REQUEST_BYTES_MAX: u64 = 64 << 20;
+pub const REQUEST_BYTES_MAX: u64 = 64 << 20;
 /// Bytes that GET_ID returns at most (Virtio 1.3, 5.2.6).
 pub const SERIAL_MAX: usize = 20;
 

@@ -147,8 +147,9 @@ pub struct LimitsSpec {
     /// Networks: packets per second that the guest sends.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pps_tx: Option<u64>,
-    /// Bytes per second. Of a disk, discards and write-zeroes count with their length. Of a
-    /// network, frames count from their Ethernet header on, in both directions.
+    /// Bytes per second. Of a disk, discards count without bytes, and write-zeroes with the bytes
+    /// that the storage has to write. Of a network, frames count from their Ethernet header on, in
+    /// both directions.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps: Option<u64>,
     /// Disks: bytes read per second.

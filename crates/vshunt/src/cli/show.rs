@@ -299,10 +299,21 @@ pub(crate) fn limits(exports: &[ExportInfo]) -> Option<String> {
                 or_dash(limits.group.clone().unwrap_or_default()),
                 all.join(", "),
                 limited,
+                wait_max(e.limited_ms_max),
             ])
         })
         .collect();
-    (!rows.is_empty()).then(|| table(["EXPORT", "GROUP", "LIMITS", ">LIMITED"], rows.into_iter()))
+    (!rows.is_empty())
+        .then(|| table(["EXPORT", "GROUP", "LIMITS", ">LIMITED", ">WAIT-MAX"], rows.into_iter()))
+}
+
+/// Returns how long limits hold back a request at most.
+fn wait_max(ms: Option<u64>) -> String {
+    match ms.map(std::time::Duration::from_millis) {
+        None => "-".to_owned(),
+        Some(wait) if wait.as_secs() < 100 => format!("{:.1}s", wait.as_secs_f64()),
+        Some(wait) => format!("{}s", wait.as_secs()),
+    }
 }
 
 /// Returns the table of exports whose queues follow load. None if there are none.

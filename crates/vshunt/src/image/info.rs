@@ -1,7 +1,6 @@
 //! `vshunt image info`.
 
 use std::fmt::Write as _;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use qcow2::Storage;
@@ -13,7 +12,7 @@ use serde_json::{Map, Value, json};
 use vshunt_block::CHAIN_MAX;
 
 use super::args::{InfoArgs, Output};
-use super::file::{For, ImageFile};
+use super::file::{For, ImageFile, id};
 use super::journal::MapJournal;
 use super::{ImageFormat, failed, units};
 use crate::outcome::{Failure, Outcome, one_line, print};
@@ -99,7 +98,6 @@ pub(super) fn check_below<'a>(path: &Path, above: impl Iterator<Item = &'a Path>
     let above = Vec::from_iter(above);
     let (Some(top), Some(last)) = (above.first(), above.last()) else { return Ok(()) };
     let (shown, top, last) = (path.display(), top.display(), last.display());
-    let id = |path: &Path| std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()));
     let own = id(path);
     if above.iter().any(|image| *image == path || own.is_some_and(|own| id(image) == Some(own))) {
         return Err(Failure::Failed(format!(

@@ -195,6 +195,24 @@ fn kind_of(request: &Request) -> RequestKind {
     }
 }
 
+/// Returns what limits look at: the operation, its offset, and its length; for a request that is
+/// refused a length of 0. None: requests that are no operation of the disk.
+fn charged(request: &Request, work: Result<Work, i32>) -> Option<(Op, u64, u64)> {
+    let op = match request.kind {
+        VIRTIO_BLK_T_IN => Op::Read,
+        VIRTIO_BLK_T_OUT => Op::Write,
+        VIRTIO_BLK_T_DISCARD => Op::Discard,
+        VIRTIO_BLK_T_WRITE_ZEROES => Op::WriteZeroes { unmap: false },
+        VIRTIO_BLK_T_FLUSH => Op::Flush,
+        _ => return None,
+    };
+    match work {
+        Ok(Work::Transfer) => Some((op, request.sector.wrapping_mul(SECTOR_SIZE), request.data_len)),
+        Ok(Work::Range(op, range)) => Some((op, range.sector * SECTOR_SIZE, range_bytes(&range))),
+        Ok(Work::Other) | Err(_) => Some((op, 0, 0)),
+    }
+}
+
 /// Returns the length of a range.
 #[inline]
 fn range_bytes(range: &Range) -> u64 {
@@ -245,27 +263,16 @@ fn parse_range(request: &Request, data: &[Seg]) -> Result<(Op, Range), i32> {
 
 impl BlkQueue {
     /// Returns what a request costs: its direction and its bytes. None: limits do not concern it.
-    ///
-    /// A request that is refused costs an operation and no bytes: its length is whatever the guest
-    /// has written there. A discard moves no data. The storage may have to write zeroes.
-    fn cost(parsed: &Parsed) -> Option<(Direction, u64)> {
+    fn cost(&self, parsed: &Parsed) -> Option<(Direction, u64)> {
         let request = parsed.request.as_ref().ok()?;
-        let direction = match request.kind {
-            VIRTIO_BLK_T_IN => Direction::Read,
-            VIRTIO_BLK_T_OUT | VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => Direction::Write,
-            _ => return None,
-        };
-        let bytes = match parsed.work {
-            Ok(Work::Transfer) => request.data_len,
-            Ok(Work::Range(Op::WriteZeroes { .. }, range)) => range_bytes(&range),
-            _ => 0,
-        };
-        Some((direction, bytes))
+        let (op, offset, bytes) = charged(request, parsed.work)?;
+        // A worker arms the queue before it takes a request.
+        self.handle.as_ref()?.cost(op, offset, bytes)
     }
 
     /// Asks the limits whether a request may begin.
     pub(super) fn may_begin(&mut self, parsed: &Parsed) -> bool {
-        match Self::cost(parsed) {
+        match self.cost(parsed) {
             Some((direction, bytes)) => self.limit.ask(direction, bytes),
             None => true,
         }
@@ -273,7 +280,7 @@ impl BlkQueue {
 
     /// Charges the limits with a request that begins in any case.
     pub(super) fn charge(&mut self, parsed: &Parsed) {
-        if let Some((direction, bytes)) = Self::cost(parsed) {
+        if let Some((direction, bytes)) = self.cost(parsed) {
             self.limit.charge(direction, bytes);
         }
     }
@@ -347,29 +354,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_cost_where_data_moves_or_zeroes_may_be_written() {
-        let cost = |kind, work| {
-            let request =
-                Request { kind, sector: 0, writable: false, data_len: 4096, status: std::ptr::null_mut() };
-            BlkQueue::cost(&Parsed { request: Ok(request), work })
+    fn the_length_of_a_valid_request_is_charged() {
+        let charged = |kind, work| {
+            let status = std::ptr::null_mut();
+            charged(&Request { kind, sector: 8, writable: false, data_len: 4096, status }, work)
         };
         let range = Range { sector: 8, num_sectors: 1 << 22, flags: 0 };
-        let zeroes = |unmap| Ok(Work::Range(Op::WriteZeroes { unmap }, range));
+        let zeroes = Op::WriteZeroes { unmap: true };
         let refused = Err(-libc::EINVAL);
         for (kind, work, wanted) in [
-            (VIRTIO_BLK_T_IN, Ok(Work::Transfer), Some((Direction::Read, 4096))),
-            (VIRTIO_BLK_T_OUT, Ok(Work::Transfer), Some((Direction::Write, 4096))),
-            (VIRTIO_BLK_T_WRITE_ZEROES, zeroes(false), Some((Direction::Write, 2 << 30))),
-            (VIRTIO_BLK_T_WRITE_ZEROES, zeroes(true), Some((Direction::Write, 2 << 30))),
-            (VIRTIO_BLK_T_DISCARD, Ok(Work::Range(Op::Discard, range)), Some((Direction::Write, 0))),
-            (VIRTIO_BLK_T_IN, refused, Some((Direction::Read, 0))),
-            (VIRTIO_BLK_T_OUT, refused, Some((Direction::Write, 0))),
-            (VIRTIO_BLK_T_DISCARD, refused, Some((Direction::Write, 0))),
-            (VIRTIO_BLK_T_FLUSH, Ok(Work::Other), None),
+            (VIRTIO_BLK_T_IN, Ok(Work::Transfer), Some((Op::Read, 4096, 4096))),
+            (VIRTIO_BLK_T_OUT, Ok(Work::Transfer), Some((Op::Write, 4096, 4096))),
+            (VIRTIO_BLK_T_WRITE_ZEROES, Ok(Work::Range(zeroes, range)), Some((zeroes, 4096, 2 << 30))),
+            (VIRTIO_BLK_T_DISCARD, Ok(Work::Range(Op::Discard, range)), Some((Op::Discard, 4096, 2 << 30))),
+            (VIRTIO_BLK_T_IN, refused, Some((Op::Read, 0, 0))),
+            (VIRTIO_BLK_T_OUT, refused, Some((Op::Write, 0, 0))),
+            (VIRTIO_BLK_T_DISCARD, refused, Some((Op::Discard, 0, 0))),
+            (VIRTIO_BLK_T_FLUSH, Ok(Work::Other), Some((Op::Flush, 0, 0))),
             (VIRTIO_BLK_T_GET_ID, Ok(Work::Other), None),
             (99, Err(-libc::EOPNOTSUPP), None),
         ] {
-            assert_eq!(cost(kind, work), wanted, "type {kind}");
+            assert_eq!(charged(kind, work), wanted, "type {kind}");
         }
     }
 }

@@ -9,8 +9,9 @@ use crate::values::bytes;
 pub(super) const AFTER: &str = "\
 What is limited:
   Of a disk: reads, writes, discards and write-zeroes of the export, on all of
-  its queues together. Discards and write-zeroes count as writes, with their
-  length. Flushes are not limited.
+  its queues together. Discards and write-zeroes count as writes, and cost the
+  bytes that the storage has to write: none if it frees or marks the range.
+  Flushes, and the metadata of a mount, are not limited.
   Of a network: the frames of the export, on all of its queues together. rx are
   those that the guest receives, tx those that it sends. A frame counts as one
   packet, and its bytes from the Ethernet header on. Frames from the guest wait
