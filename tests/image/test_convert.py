@@ -8,6 +8,8 @@ import json
 import os
 import re
 import subprocess
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import qcow2_deflate
@@ -17,6 +19,20 @@ from images import commands_of, options_of, text_of
 MIB = 1 << 20
 # Images copied of each kind of test, with options drawn at random.
 COPIES = 12
+
+
+@contextmanager
+def loop_device(path):
+    """A block device with the contents of a file."""
+    losetup = r.tool("losetup", "mount")
+    made = r.run([losetup, "--find", "--show", path], check=False)
+    if made.returncode:
+        raise r.Skipped(f"no loop device: {made.stderr.strip()}")
+    device = made.stdout.strip()
+    try:
+        yield device
+    finally:
+        r.run([losetup, "-d", device], check=False)
 
 
 class TestCopies:
@@ -144,6 +160,54 @@ class TestCopies:
         r.message_of(both.ours("convert", "-n", "-O", "qcow2", "new.raw", "short", check=False), "short", "as large")
         r.message_of(both.ours("convert", "-n", "new.raw", "nowhere", check=False), "nowhere", "-n")
         r.require(not (both.dir / "nowhere").exists(), "-n made a file")
+
+    def test_onto_a_larger_image(self, rand):
+        """Only a smaller one is refused. What is behind the copy stays, as with qemu-img."""
+        both = self.both
+        old = b"\x55" * (4 * MIB)
+        (both.dir / "full.raw").write_bytes(old)
+        for size in (MIB, 2 * MIB + 512, 3 * MIB + 65536):
+            self.contents(rand, "part.raw", size)
+            wanted = (both.dir / "part.raw").read_bytes() + old[size:]
+            for form, options in (("raw", ""), ("qcow2", ""), ("qcow2", "extended_l2=on"), ("qcow2", "cluster_size=2M"),
+                                  ("qcow2", "cluster_size=512"), ("qcow2", "data_file=roomy.data,keep_data_file=off")):
+                for more in ([], ["-c"]) if form == "qcow2" and "data" not in options else ([],):
+                    of = f"{size} bytes onto {form} {options} {more}"
+                    both.ours("convert", "-O", form, *(["-o", options] if options else []), "full.raw", "roomy")
+                    done = both.ours("convert", "-n", *more, "-O", form, "part.raw", "roomy")
+                    r.require("roomy" in done.stderr and f"{4 * MIB - size} bytes" in done.stderr, f"{of}: {done.stderr}")
+                    both.ours("convert", "-f", form, "roomy", "roomy.raw")
+                    r.require((both.dir / "roomy.raw").read_bytes() == wanted, f"{of}: other contents")
+                    if form == "qcow2":
+                        both.clean("roomy", of)
+        for form in ("raw", "qcow2"):
+            both.ours("create", "-q", "-f", form, "tight", "1M")
+            r.message_of(both.ours("convert", "-n", "-O", form, "part.raw", "tight", check=False), "tight", "as large, or larger")
+
+    @pytest.mark.root
+    def test_onto_a_device(self, rand):
+        """A volume is rounded up, so it is larger than the disk. One that is too small is not touched."""
+        both = self.both
+        size = 3 * MIB + 512
+        self.contents(rand, "part.raw", size)
+        both.ours("convert", "-O", "qcow2", "part.raw", "part")
+        old = b"\x55" * (8 * MIB)
+        volume = both.dir / "volume"
+        for bytes_, more, form in ((8 * MIB, [], "raw"), (8 * MIB, ["-n"], "raw"), (8 * MIB, [], "qcow2"), (MIB, [], "raw"), (MIB, ["-n"], "raw")):
+            volume.write_bytes(old[:bytes_])
+            with loop_device(volume) as device:
+                done = both.ours("convert", *more, "-f", "qcow2", "-O", form, "part", device, check=False)
+                of = f"{bytes_} bytes, {more}, {form}: {done.stdout}{done.stderr}"
+                if bytes_ == MIB:
+                    r.message_of(done, device, "larger")
+                    r.require(Path(device).read_bytes() == old[:bytes_], f"{of}: it is changed")
+                    continue
+                r.require(done.returncode == 0, of)
+                if form == "raw":
+                    r.require(Path(device).read_bytes() == (both.dir / "part.raw").read_bytes() + old[size:], f"{of}: other contents")
+                    r.require(f"{bytes_ - size} bytes" in done.stderr, of)
+                else:
+                    self.same("part.raw", "raw", device, "qcow2", of)
 
     def test_of_an_image_in_use(self):
         """QEMU writes it: refused, but with -U."""

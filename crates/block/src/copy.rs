@@ -516,7 +516,10 @@ impl CopyQueue {
             if zero && self.copy.fresh {
                 continue;
             }
-            let op = match (zero, self.copy.compress) {
+            // Where the target continues behind the copy, the last cluster is not a whole one.
+            let packs = self.copy.compress
+                && (len as u64 == unit || at + len as u64 == self.copy.target.size_bytes());
+            let op = match (zero, packs) {
                 (true, _) => Op::WriteZeroes { unmap: !self.copy.in_place },
                 (false, true) => Op::WriteCompressed,
                 (false, false) => Op::Write,

@@ -40,11 +40,12 @@ impl ToConvert {
         self.disk.unclean_images()
     }
 
-    /// Copies the disk to `to`, which has the same size, and makes the copy stable. `fresh`: `to`
-    /// reads as zeroes. `progress` gets the bytes done, and the total.
+    /// Copies the disk to `to`, which is at least as large, and makes the copy stable. What is
+    /// behind the copy stays as it is. `fresh`: `to` reads as zeroes. `progress` gets the bytes
+    /// done, and the total. Returns how many bytes `to` is larger.
     ///
     /// # Errors
-    /// `to` cannot be opened; `Invalid` if the sizes differ; `Io` with the side and the offset that
+    /// `to` cannot be opened; `Invalid` if it is smaller; `Io` with the side and the offset that
     /// failed.
     pub fn to(
         self,
@@ -52,16 +53,16 @@ impl ToConvert {
         compress: bool,
         fresh: bool,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<()> {
+    ) -> Result<u64> {
         let (source, target) = (self.disk, Disk::open(to)?);
         let (from, to_name) = (self.name, name(to));
         let size = source.size_bytes();
-        if target.size_bytes() != size {
+        let Some(larger) = target.size_bytes().checked_sub(size) else {
             return Err(Error::invalid(format!(
-                "{from} has a disk of {size} bytes and {to_name} one of {}: they have to be as large",
+                "{from} has a disk of {size} bytes and {to_name} one of {}: the target has to be as large, or larger",
                 target.size_bytes()
             )));
-        }
+        };
         debug_assert!(to.format() == Format::Qcow2 || !compress);
         let no_memory = || Error::limit("no memory for the map of what is copied");
         let shift = match compress {
@@ -84,7 +85,8 @@ impl ToConvert {
             None => {}
         }
         let synced = target.sync().and_then(|()| target.sync());
-        synced.map_err(|e| Error::io(format_args!("{to_name} cannot be made stable"), e))
+        synced.map_err(|e| Error::io(format_args!("{to_name} cannot be made stable"), e))?;
+        Ok(larger)
     }
 }
 

@@ -254,7 +254,7 @@ pub(crate) struct ConvertArgs {
     /// Show the progress, also if stderr is not a terminal
     #[arg(short, long)]
     pub(super) progress: bool,
-    /// Write to an existing image of the same size
+    /// Write to an existing image, which is as large or larger; the rest of it stays as it is
     #[arg(short = 'n', conflicts_with = "options")]
     pub(super) no_create: bool,
     /// Copy the persistent dirty bitmaps of the image, too (qcow2)

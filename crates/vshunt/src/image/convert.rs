@@ -69,13 +69,20 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     let done = source.to(&to, args.compress, fresh, &mut |done, all| bar.set(done, all));
     drop(bar);
     let done = done.map_err(|e| Failure::Failed(e.to_string()));
-    done.and_then(|()| bitmap::add_all(&to_file, &bitmaps)).inspect_err(|_| {
-        // An incomplete copy is removed.
-        let made = [Some((new, to_file.clone())), data];
-        for (_, file) in made.into_iter().flatten().filter(|(new, _)| *new) {
-            let _ = std::fs::remove_file(file);
-        }
-    })?;
+    let larger =
+        done.and_then(|larger| bitmap::add_all(&to_file, &bitmaps).map(|()| larger)).inspect_err(|_| {
+            // An incomplete copy is removed.
+            let made = [Some((new, to_file.clone())), data];
+            for (_, file) in made.into_iter().flatten().filter(|(new, _)| *new) {
+                let _ = std::fs::remove_file(file);
+            }
+        })?;
+    if larger > 0 && !quiet {
+        note(&format!(
+            "{} is {larger} bytes larger than the copy; these stay as they are",
+            to_file.display()
+        ));
+    }
     if !quiet {
         print(&summary("Copied", size, start.elapsed()))?;
     }

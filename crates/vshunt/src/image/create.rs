@@ -254,6 +254,7 @@ fn raw(path: &Path, w: &Wanted, quiet: bool) -> Outcome {
     let size = w.size.ok_or_else(|| no_size(path))?.next_multiple_of(512);
     let new = !path.exists();
     let file = ImageFile::open(path, For::Making)?;
+    large_enough(path, &file, size)?;
     if !quiet {
         let text = format!("Formatting '{}', fmt=raw size={size}", path.display());
         print_line(&text).inspect_err(|_| remove(path, new))?;
@@ -267,6 +268,18 @@ fn raw(path: &Path, w: &Wanted, quiet: bool) -> Outcome {
         remove(path, new);
         Failure::Failed(format!("cannot make {}: {e}", path.display()))
     })
+}
+
+/// Refuses a device that is smaller than the disk that goes there.
+fn large_enough(path: &Path, file: &ImageFile, size: u64) -> Outcome {
+    let shown = path.display();
+    let len = file.len().map_err(|e| Failure::Failed(format!("cannot read {shown}: {e}")))?;
+    match file.is_device() && len < size {
+        true => Err(Failure::Failed(format!(
+            "{shown} has {len} bytes, and the disk {size}: choose a larger device, or make it larger"
+        ))),
+        false => Ok(()),
+    }
 }
 
 /// Allocates the space of a range of a raw image.
@@ -358,13 +371,7 @@ fn open_data(path: &Path, options: &Options, empties: bool) -> Outcome<ImageFile
     let shown = path.display();
     if options.keep_data_file {
         let file = ImageFile::open(path, For::Writing)?;
-        let len = file.len().map_err(|e| Failure::Failed(format!("cannot read {shown}: {e}")))?;
-        if file.is_device() && len < options.size {
-            return Err(Failure::Failed(format!(
-                "{shown} has {len} bytes, and the disk {}: give the disk at most the size of the device",
-                options.size
-            )));
-        }
+        large_enough(path, &file, options.size)?;
         return Ok(file);
     }
     let file = ImageFile::open(path, For::Making)?;
