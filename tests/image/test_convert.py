@@ -8,7 +8,6 @@ import json
 import os
 import re
 import subprocess
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,20 +18,6 @@ from images import commands_of, options_of, text_of
 MIB = 1 << 20
 # Images copied of each kind of test, with options drawn at random.
 COPIES = 12
-
-
-@contextmanager
-def loop_device(path):
-    """A block device with the contents of a file."""
-    losetup = r.tool("losetup", "mount")
-    made = r.run([losetup, "--find", "--show", path], check=False)
-    if made.returncode:
-        raise r.Skipped(f"no loop device: {made.stderr.strip()}")
-    device = made.stdout.strip()
-    try:
-        yield device
-    finally:
-        r.run([losetup, "-d", device], check=False)
 
 
 class TestCopies:
@@ -195,7 +180,7 @@ class TestCopies:
         volume = both.dir / "volume"
         for bytes_, more, form in ((8 * MIB, [], "raw"), (8 * MIB, ["-n"], "raw"), (8 * MIB, [], "qcow2"), (MIB, [], "raw"), (MIB, ["-n"], "raw")):
             volume.write_bytes(old[:bytes_])
-            with loop_device(volume) as device:
+            with r.loop_device(volume) as device:
                 done = both.ours("convert", *more, "-f", "qcow2", "-O", form, "part", device, check=False)
                 of = f"{bytes_} bytes, {more}, {form}: {done.stdout}{done.stderr}"
                 if bytes_ == MIB:

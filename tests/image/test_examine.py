@@ -197,7 +197,7 @@ class TestExamine:
             both.theirs("create", "-q", "-u", "-f", "qcow2", *below, f"c{number}", "1M")
         for command in (["info", "--backing-chain"], ["map"]):
             both.ours(*command, "c255")
-            r.message_of(both.ours(*command, "c257", check=False), "c1 is below 256 images")
+            r.message_of(both.ours(*command, "c257", check=False), "c257 has more than 256 backing images")
         both.theirs("create", "-q", "-u", "-f", "qcow2", "-b", "c1", "-F", "qcow2", "c0", "1M")
         for command in (["info", "--backing-chain"], ["map"]):
             r.message_of(both.ours(*command, "c1", check=False), "below itself")

@@ -81,6 +81,11 @@ def test_bitmaps_are_copied(both):
     r.message_of(both.ours("convert", "--bitmaps", "marked", "marked.raw", check=False), "--bitmaps", "-O qcow2", code=(2,))
     old = both.ours("convert", "--bitmaps", "-O", "qcow2", "-o", "compat=0.10", "marked", "old", check=False)
     r.message_of(old, "compat=0.10", "bitmaps", code=(1,))
+    # They cover a whole disk: one of another size gets none, and no copy either.
+    both.theirs("create", "-q", "-f", "qcow2", "longer", "64M")
+    before = (both.dir / "longer").read_bytes()
+    r.message_of(both.ours("convert", "-n", "--bitmaps", "-O", "qcow2", "marked", "longer", check=False), "longer", "--bitmaps", code=(1,))
+    r.require((both.dir / "longer").read_bytes() == before, "something was copied")
     r.require(not (both.dir / "old").exists(), "an incomplete copy is left")
 
 

@@ -95,6 +95,20 @@ def tool(name, package):
     return path
 
 
+@contextlib.contextmanager
+def loop_device(path, *options):
+    """A block device with the contents of a file. `options`: more ones of losetup."""
+    losetup = tool("losetup", "mount")
+    made = run([losetup, *options, "--find", "--show", path], check=False)
+    if made.returncode:
+        raise Skipped(f"no loop device: {made.stderr.strip()}")
+    device = made.stdout.strip()
+    try:
+        yield device
+    finally:
+        run([losetup, "--detach", device], check=False)
+
+
 def run(argv, timeout_s=WAIT_S, check=True, **more):
     """Run a program to its end; stdout and stderr are captured as text. `check`: its failure is the test's."""
     try:

@@ -20,6 +20,7 @@ use qcow2::header::incompatible;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{DiskSpec, Format};
 
+use super::backend::Backend;
 use super::disk::Disk;
 use super::file_storage::{FileStorage, in_folder_of};
 use super::path_fd::open_image;
@@ -115,11 +116,22 @@ impl Disk {
         Ok(disk)
     }
 
-    /// Makes the disk of the backing image as long as this one. Its new part reads as zeroes, and
-    /// the overlay hides it until the end of the commit. One that is longer is refused: after a
-    /// commit the guest would have it.
+    /// Makes the disk of the backing image as long as this one. Its new part reads as zeroes, as it
+    /// does in the overlay, which has opened the image with its old size. One that is longer is
+    /// refused: after a commit the guest would have it.
     fn make_as_long(&self, disk: &Arc<Self>, now: &DiskSpec, next: &DiskSpec) -> Result<()> {
         let (wanted, has, below) = (self.size_bytes(), disk.size_bytes(), shown(next));
+        let opened = match &self.backend() {
+            Backend::Qcow2(image) => image.backing_bytes(),
+            _ => None,
+        };
+        if let Some(bytes) = opened.filter(|bytes| *bytes != has) {
+            return Err(Error::invalid(format!(
+                "{below} had a disk of {bytes} bytes when disk {0} was opened, and has one of {has} now: a guest would see what \
+                 is behind the old end; copy the disk with 'vshunt mirror {0}'",
+                now.name
+            )));
+        }
         if has > wanted {
             return Err(Error::invalid(format!(
                 "{below} has a disk of {has} bytes, and {} one of {wanted}: end the daemon and use 'qemu-img commit', which \
@@ -130,9 +142,16 @@ impl Disk {
         if has == wanted {
             return Ok(());
         }
-        let grown = match disk.is_qcow2() {
-            true => disk.resize_closed(&DiskSpec { locking: false, ..next.clone() }, wanted),
-            false => disk.resize(wanted),
+        let grown = match &disk.backend() {
+            Backend::Raw(raw) if !raw.is_file() => Err(Error::unsupported(format!(
+                "it is a block device of {has} bytes; copy the disk with 'vshunt mirror {}'",
+                now.name
+            ))),
+            Backend::Qcow2(_) if moves_tables(disk, next)? => Err(Error::unsupported(
+                "its map covers more than its disk; end the daemon and use 'qemu-img commit'",
+            )),
+            Backend::Qcow2(_) => disk.resize_closed(&DiskSpec { locking: false, ..next.clone() }, wanted),
+            _ => disk.resize(wanted),
         };
         grown.map_err(|e| {
             e.context(format!("{below} cannot become as long as disk {}, {wanted} bytes", now.name))
@@ -200,6 +219,18 @@ fn undo_marks(overlay: &Path, below: &Path) {
     if let Err(e) = again.and_then(|()| overlay_xattr::set_committing(below, overlay)) {
         tracing::warn!("{} is not marked as being below {}: {e}", below.display(), overlay.display());
     }
+}
+
+/// Returns whether a growth of the disk in an image would move tables of its map. The overlay reads
+/// them where they are.
+fn moves_tables(disk: &Disk, spec: &DiskSpec) -> Result<bool> {
+    let (Some(path), Backend::Qcow2(open)) = (&spec.file, &disk.backend()) else { return Ok(false) };
+    let shown = path.display();
+    let file = open_image(path, false).map_err(|e| Error::io(format_args!("cannot open {shown}"), e))?;
+    let plain = FileStorage::new(file);
+    Image::open(&plain)
+        .and_then(|image| qcow2::resize::growth_moves_tables(&image, open.backing_bytes()))
+        .map_err(|e| Error::invalid(format!("{shown}: {e}")))
 }
 
 /// Checks that clusters of an image stay in place while the image is written.

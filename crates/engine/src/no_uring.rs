@@ -37,14 +37,15 @@ pub fn why_no_uring(e: &io::Error, setting: &UringSetting) -> (String, &'static 
         (Some(libc::EPERM), "2") => {
             ("kernel.io_uring_disabled is 2".to_owned(), "as root: sysctl kernel.io_uring_disabled=0")
         }
-        (Some(libc::EPERM), "1") => (
+        (Some(libc::EPERM), "1") if !rustix::process::geteuid().is_root() => (
             "kernel.io_uring_disabled is 1, and this user is neither root nor in kernel.io_uring_group"
                 .to_owned(),
             "as root: sysctl kernel.io_uring_disabled=0, or kernel.io_uring_group=GID of a group of this user",
         ),
-        (Some(libc::EPERM), _) if matches!(setting, UringSetting::Unknown) => (
+        (Some(libc::EPERM), _) if disabled == "1" || matches!(setting, UringSetting::Unknown) => (
             "kernel.io_uring_disabled or the seccomp filter of a container refuses it".to_owned(),
-            "'vshunt doctor', run by the same user, says which",
+            "as root: sysctl kernel.io_uring_disabled=0; or permit io_uring_setup, io_uring_enter and \
+             io_uring_register in the container's seccomp profile",
         ),
         (Some(libc::EPERM | libc::EACCES), _) => (
             format!(
@@ -78,15 +79,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn root_is_exempt_from_a_setting_of_1() {
+        let one = UringSetting::Is("1".to_owned());
+        let (why, _) = why_no_uring(&io::Error::from_raw_os_error(libc::EPERM), &one);
+        let said =
+            if rustix::process::geteuid().is_root() { "seccomp filter" } else { "kernel.io_uring_group" };
+        assert!(why.contains(said), "{why}");
+    }
+
+    #[test]
     fn each_reason_has_its_remedy() {
         let is = |value: &str| UringSetting::Is(value.to_owned());
         let (missing, unknown) = (UringSetting::Missing, UringSetting::Unknown);
         for (errno, setting, found, remedy) in [
             (libc::EPERM, is("2"), "io_uring_disabled is 2", "sysctl kernel.io_uring_disabled=0"),
-            (libc::EPERM, is("1"), "io_uring_disabled is 1", "kernel.io_uring_group=GID"),
             (libc::EPERM, is("0"), "seccomp filter", "--security-opt seccomp="),
             (libc::EPERM, missing, "seccomp filter", "--security-opt seccomp="),
-            (libc::EPERM, unknown.clone(), "or the seccomp filter", "vshunt doctor"),
+            (libc::EPERM, unknown.clone(), "or the seccomp filter", "seccomp profile"),
             (libc::ENOSYS, unknown, "has no io_uring", "CONFIG_IO_URING"),
             (libc::EINVAL, is("0"), "lacks what workers use", "6.1"),
             (libc::ENOMEM, is("0"), "no memory", "LimitMEMLOCK="),

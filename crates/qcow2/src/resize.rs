@@ -62,6 +62,35 @@ pub fn resize_with_room(image: &mut Image<'_>, size: u64, below: Option<u64>) ->
     set_size(image, size, &around, true, &mut |_, _| {})
 }
 
+/// Returns whether [`resize`] to a larger size would write L2 tables at new places, because
+/// something is to be hidden or removed behind the disk's end. `below`: the size of the backing
+/// disk, if there is one.
+///
+/// # Errors
+/// A table cannot be read.
+#[expect(clippy::indexing_slicing, reason = "the slot is reduced modulo the entries of a table")]
+pub fn growth_moves_tables(image: &Image<'_>, below: Option<u64>) -> Result<bool> {
+    let h = &image.header;
+    if below.is_some_and(|below| below > h.size) {
+        return Ok(true);
+    }
+    let (first, per) = (h.size.div_ceil(h.cluster_size()), h.l2_entries());
+    let words = to_usize(h.l2_entry_bytes()) / 8;
+    let l1 = image.table(h.l1_offset, u64::from(h.l1_size), "the L1 table")?;
+    for (n, entry) in (0..).zip(&l1).skip(to_usize(first / per)) {
+        let at = entry & OFFSET;
+        if at == 0 {
+            continue;
+        }
+        let table = image::words(&image.read(at, h.cluster_size(), "an L2 table")?);
+        let skip = if n == first / per { to_usize(first % per) * words } else { 0 };
+        if table[skip..].iter().any(|word| *word != 0) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 /// Sets the size. All checks come first, and the last one is whether the backing file shows
 /// through. `room`: see [`make_room`].
 fn set_size(

@@ -267,11 +267,11 @@ fn what_is_unclear_is_refused_with_the_remedy() {
     let cases: [(&[&str], &str); 12] = [
         (
             &["none.qcow2"],
-            "there is no file none.qcow2; make one: vshunt image create -f qcow2 none.qcow2 20G",
+            "there is no file none.qcow2; make an empty one: vshunt image create -f qcow2 none.qcow2 20G",
         ),
         (
             &["none.img"],
-            "there is no file none.img; make one: truncate -s 20G none.img, or vshunt image create",
+            "there is no file none.img; make an empty one: truncate -s 20G none.img, or vshunt image create",
         ),
         (&["disk.img", "file=x"], "there is no file file=x; the keys of an option are joined by commas"),
         (&["disk.img", "link.img"], "link.img is given twice"),

@@ -2,7 +2,7 @@
 //! there are requests.
 
 use std::fmt::Display;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -25,7 +25,7 @@ use crate::overlay_xattr;
 use crate::raw;
 
 /// Most backing images of an image.
-pub const CHAIN_MAX: usize = 200;
+pub const CHAIN_MAX: usize = 256;
 
 /// The files that are open so far.
 struct OpenFiles {
@@ -158,9 +158,13 @@ impl BackingName {
     }
 }
 
-/// Returns device and inode of a file.
+/// Returns what tells a file or a device from all others.
 fn identity(path: &Path) -> Option<(u64, u64)> {
-    std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
+    match std::fs::metadata(path).ok()? {
+        // A device can have several nodes.
+        m if m.file_type().is_block_device() => Some((0, m.rdev())),
+        m => Some((m.dev(), m.ino())),
+    }
 }
 
 /// Refuses the next image of a chain if it is one of those above it, or one too many. `count`: how
@@ -176,7 +180,7 @@ fn check_next(
     let id = identity(&lower.path);
     if id.is_some_and(|id| seen.contains(&id)) {
         return Err(Error::invalid(format!(
-            "{above} has the backing image {shown}, which is above it: name another one with 'vshunt image rebase -u -b \
+            "{above} has the backing image {shown}, which is below itself: name another one with 'vshunt image rebase -u -b \
              FILE -F FORMAT {above}'"
         )));
     }

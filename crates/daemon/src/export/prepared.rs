@@ -239,9 +239,12 @@ fn check(spec: &ExportSpec, disk: &Disk) -> Result<()> {
     }
     if disk.size_bytes() == 0 && spec.growable != Some(true) {
         return wrong(format!(
-            "the image of disk {} is empty, which only a FUSE export with writable=on,growable=on serves; make it longer: \
-             truncate -s 10G FILE, say",
-            spec.disk
+            "the image of disk {} is empty, which only a FUSE export with writable=on,growable=on serves; make it longer: {}",
+            spec.disk,
+            match disk.is_qcow2() {
+                true => "remove the disk, vshunt image resize FILE 10G, say, and add it again",
+                false => "truncate -s 10G FILE, say",
+            }
         ));
     }
     let least = disk.limits().block_size;

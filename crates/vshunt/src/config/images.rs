@@ -201,11 +201,14 @@ fn read(image: &Path, most: usize) -> Outcome<Vec<u8>> {
         io::ErrorKind::NotFound if image.to_string_lossy().contains('=') => Failure::Usage(format!(
             "there is no file {shown}; the keys of an option are joined by commas, without spaces: --disk KEY=VALUE,KEY=VALUE"
         )),
+        io::ErrorKind::NotFound if image.starts_with("/dev") && !image.starts_with("/dev/shm") => {
+            Failure::Usage(format!("there is no device {shown}; is it spelt so, and its volume active?"))
+        }
         io::ErrorKind::NotFound if has_name_of_qcow2(image) => Failure::Usage(format!(
-            "there is no file {shown}; make one: vshunt image create -f qcow2 {shown} 20G"
+            "there is no file {shown}; make an empty one: vshunt image create -f qcow2 {shown} 20G"
         )),
         io::ErrorKind::NotFound => Failure::Usage(format!(
-            "there is no file {shown}; make one: truncate -s 20G {shown}, or vshunt image create -f qcow2 disk.qcow2 20G"
+            "there is no file {shown}; make an empty one: truncate -s 20G {shown}, or vshunt image create -f qcow2 disk.qcow2 20G"
         )),
         io::ErrorKind::InvalidInput => Failure::Usage(e.to_string()),
         _ => Failure::Failed(format!("cannot open {shown}: {e}")),

@@ -37,6 +37,9 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     let new = !to_file.exists();
     if args.no_create {
         check_there(&to_file)?;
+        if !bitmaps.is_empty() {
+            check_as_long(&to_file, size)?;
+        }
     }
     let reading = if args.force_share { Wanted::Sharing } else { Wanted::Reading };
     let from = access::spec(&from_file, format, reading);
@@ -89,6 +92,20 @@ pub(super) fn run(args: ConvertArgs, quiet: bool) -> Outcome {
     match readings.iter().any(|reading| reading.lost_writes) {
         true => Err(Failure::Status(LACKS)),
         false => Ok(()),
+    }
+}
+
+/// Checks that an image to which bitmaps are copied has a disk of `size` bytes: they cover a whole
+/// disk.
+fn check_as_long(target: &Path, size: u64) -> Outcome {
+    let file = ImageFile::open(target, For::Reading)?;
+    let has = qcow2::Image::open(&file).map_err(|e| failed(target, &e))?.header().size;
+    match has == size {
+        true => Ok(()),
+        false => Err(Failure::Failed(format!(
+            "{} has a disk of {has} bytes, and bitmaps of one of {size} are to be copied to it; leave out --bitmaps",
+            target.display()
+        ))),
     }
 }
 

@@ -101,7 +101,7 @@ pub(super) fn check_below<'a>(path: &Path, above: impl Iterator<Item = &'a Path>
     let own = id(path);
     if above.iter().any(|image| *image == path || own.is_some_and(|own| id(image) == Some(own))) {
         return Err(Failure::Failed(format!(
-            "{last} has the backing image {shown}, which is above it: name another one with 'vshunt image rebase -u -b FILE \
+            "{last} has the backing image {shown}, which is below itself: name another one with 'vshunt image rebase -u -b FILE \
              -F FORMAT {last}'"
         )));
     }
@@ -118,7 +118,8 @@ pub(super) fn check_below<'a>(path: &Path, above: impl Iterator<Item = &'a Path>
 pub(crate) fn chain(image: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     let mut next = Some(image.to_owned());
-    while let Some(path) = next.take().filter(|path| !files.contains(path) && files.len() < CHAIN_MAX) {
+    for _ in 0..=CHAIN_MAX {
+        let Some(path) = next.take().filter(|path| !files.contains(path)) else { break };
         files.push(path.clone());
         let Ok((_, described)) = look(&path, Some(ImageFormat::Qcow2), For::Sharing) else { break };
         let header = described.qcow2.as_ref().map(|info| &info.header);
