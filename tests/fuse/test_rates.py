@@ -1,6 +1,7 @@
 """Limits of a mount: how much of its users' load gets through, with requests counted by themselves."""
 
 import json
+import os
 import sys
 import time
 
@@ -171,6 +172,54 @@ def test_metadata_passes_data_that_waits(suite, how):
     if how == "write":
         found = mount.path.read_bytes()[: tasks * 4096]
         r.require(found == b"".join(bytes([1 + at]) * 4096 for at in range(tasks)), "what waited is not what was written")
+    mount.stop()
+
+
+READS = "import os, sys\nfd = os.open(sys.argv[1], os.O_RDWR)\nprint('reads', flush=True)\nwhile True: os.pread(fd, 4096, 0)"
+WRITES = READS.replace("pread(fd, 4096, 0)", "pwrite(fd, bytes(4096), 0)").replace("reads", "writes")
+
+
+@pytest.mark.transports("dev")
+@pytest.mark.parametrize("text", [READS, WRITES], ids=["read", "write"])
+def test_a_task_that_waits_can_be_killed(suite, text):
+    """Whichever queue has its request, and whichever is told of the signal. Tasks wait for hours."""
+    suite.ours()
+    name = f"killed-{'write' if text is WRITES else 'read'}"
+    mount = m.Mount(suite, name, disk=DISK, queues=4, extra=",limits.bps=1")
+    children = [r.Child(suite.rig, f"{name}{n}", [sys.executable, "-B", "-c", text, mount.path]) for n in range(8)]
+    for child in children:
+        r.wait_for("it asks", lambda child=child: "s\n" in child.output())
+    r.wait_for("a request waits", lambda: any(q["limited"] for q in mount.queues()))
+    for child in children[:6]:
+        child.kill()
+    r.require(all(child.running() for child in children[6:]), "a task ends that has no signal")
+    m.script(METADATA, mount.path, "write")
+    # The slots are free again, and others still wait.
+    r.require(any(q["limited"] for q in mount.queues()), f"no request waits: {mount.queues()}")
+    mount.cli("limit", "f0", "--off")
+    before = sum(q["reads"] + q["writes"] for q in mount.queues())
+    r.wait_for("the others go on", lambda: sum(q["reads"] + q["writes"] for q in mount.queues()) > before)
+    for child in children[6:]:
+        child.kill()
+    mount.stop()
+
+
+@pytest.mark.transports("dev")
+def test_zeroes_beyond_the_end_cost_nothing_if_the_file_cannot_grow(suite):
+    """In bytes it would be a day: such an image cannot mark zeroes."""
+    suite.ours()
+    base, image = suite.image("zeroes-fail.base", 1 << 20), suite.rig.dir / "zeroes-fail.qcow2"
+    r.run([r.binary("vshunt"), "image", "create", "-q", "-f", "qcow2", "-o", "compat=0.10", "-b", base, "-F", "raw", image])
+    mount = m.Mount(suite, "zeroes-fail", disk=f"format=qcow2,file={image}", growable=True, extra=",limits.bps=1M")
+    with m.Opened(mount.path) as fd:
+        for _ in range(4):
+            m.refused("zeroes up to 4 EiB", ["EFBIG"], lambda fd=fd: m.fallocate(fd, m.ZERO_RANGE, 0, 1 << 62))
+        r.require(sum(q["limited-us"] for q in mount.queues()) == 0, f"queues waited: {mount.queues()}")
+        m.fallocate(fd, m.ZERO_RANGE, 0, 4 << 20)
+        r.require(os.fstat(fd).st_size == 4 << 20, f"the file has {os.fstat(fd).st_size} bytes")
+    child = r.Child(suite.rig, "zeroes-fail-reads", [sys.executable, "-B", "-c", READS, mount.path])
+    r.wait_for("what was zeroed counts", lambda: any(q["limited"] for q in mount.queues()))
+    child.kill()
     mount.stop()
 
 

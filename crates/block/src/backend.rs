@@ -146,11 +146,11 @@ impl Backend {
         }
     }
 
-    /// Returns how a range is zeroed.
+    /// Returns how a range is zeroed whose space is to be kept, which is what costs most.
     pub(super) fn zeroing(&self) -> Zeroing {
         match self {
             Self::Null | Self::Ram(_) | Self::Frozen | Self::Gone => Zeroing::Marks,
-            Self::Raw(raw) => raw.zeroing(),
+            Self::Raw(raw) => raw.zeroing(false),
             Self::Qcow2(image) => image.zeroing(),
             Self::Nbd(_) => Zeroing::Writes,
         }

@@ -7,6 +7,10 @@ use vshunt_engine::Direction;
 
 use super::Op;
 
+/// Bytes that writing zeroes costs at most: those of the longest request of a guest. NBD and mounts
+/// have no such limit of a request.
+const ZEROED_BYTES_MAX: u64 = 2 << 30;
+
 /// How a disk makes a range read as zeroes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Zeroing {
@@ -20,7 +24,8 @@ pub enum Zeroing {
 }
 
 impl Zeroing {
-    /// Returns how many bytes of a range of zeroes the storage may have to write.
+    /// Returns how many bytes of a range of zeroes the storage may have to write, as far as they
+    /// are charged.
     fn written_bytes(self, offset: u64, len: u64) -> u64 {
         match self {
             Self::Marks => 0,
@@ -29,7 +34,7 @@ impl Zeroing {
                 let first = offset.checked_next_multiple_of(cluster).unwrap_or(u64::MAX);
                 len - (end & !(cluster - 1)).saturating_sub(first)
             }
-            Self::Writes => len,
+            Self::Writes => len.min(ZEROED_BYTES_MAX),
         }
     }
 
@@ -38,7 +43,7 @@ impl Zeroing {
         match self {
             Self::Marks => 0,
             Self::MarksClusters(cluster) => len.min(2 * cluster),
-            Self::Writes => len,
+            Self::Writes => len.min(ZEROED_BYTES_MAX),
         }
     }
 }
@@ -68,17 +73,22 @@ mod tests {
     const GUIDE: &str = include_str!("../../../docs/guide/limits.md");
     const MIB: u64 = 1 << 20;
 
-    /// The text of the guide for what a request of 1 MiB at 1 MiB costs.
+    /// The text of the guide for what a request costs: one of 1 MiB, and one that is too long for
+    /// any disk.
     fn in_words(op: Op, zeroing: Zeroing) -> String {
-        let bytes = |bytes| match bytes {
-            0 => "none",
-            MIB => "its length",
-            _ => "the parts of clusters at its ends",
+        const LONG: u64 = 1 << 62;
+        let bytes = |len| cost(op, MIB + 512, len, zeroing).map_or(0, |(_, bytes)| bytes);
+        let bytes = match (bytes(MIB), bytes(LONG)) {
+            (0, 0) => "none",
+            (MIB, LONG) => "its length",
+            (MIB, 0x8000_0000) => "its length, at most 2 GiB",
+            (65536, 65536) => "the parts of clusters at its ends",
+            other => panic!("{op:?} costs {other:?} bytes"),
         };
         match cost(op, MIB + 512, MIB, zeroing) {
-            None => "none | none".to_owned(),
-            Some((Direction::Read, n)) => format!("one read | {}", bytes(n)),
-            Some((Direction::Write, n)) => format!("one write | {}", bytes(n)),
+            None => format!("none | {bytes}"),
+            Some((Direction::Read, _)) => format!("one read | {bytes}"),
+            Some((Direction::Write, _)) => format!("one write | {bytes}"),
         }
     }
 

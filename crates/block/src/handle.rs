@@ -120,19 +120,19 @@ impl DiskHandle {
     #[inline]
     pub fn cost(&self, op: Op, offset: u64, len: u64) -> Option<(Direction, u64)> {
         let zeroing = match op {
-            Op::WriteZeroes { .. } => self.zeroing(),
+            Op::WriteZeroes { unmap } => self.zeroing(unmap),
             _ => Zeroing::Marks,
         };
         cost(op, offset, len, zeroing)
     }
 
-    /// Returns how the disk zeroes a range now. A file system that refuses to punch holes changes
-    /// the answer.
-    fn zeroing(&self) -> Zeroing {
+    /// Returns how the disk zeroes a range now. Storage that refuses to free a range changes the
+    /// answer.
+    fn zeroing(&self, unmap: bool) -> Zeroing {
         match &self.handle {
             // Only whole pages of memory are freed; less than two are written.
             Handle::Null | Handle::Ram { .. } | Handle::Frozen(_) | Handle::Gone => Zeroing::Marks,
-            Handle::Raw { raw, .. } => raw.zeroing(),
+            Handle::Raw { raw, .. } => raw.zeroing(unmap),
             Handle::Qcow2(image) => image.zeroing(),
             Handle::Nbd(_) => Zeroing::Writes,
         }

@@ -97,7 +97,7 @@ impl Qcow2 {
         // A raw data file has the number 1, and the zeroes are written or punched there.
         let data = self.files.get(1).and_then(ImageFile::local);
         let punches =
-            self.chain.top().has_raw_data() && data.is_some_and(|raw| raw.zeroing() == Zeroing::Marks);
+            self.chain.top().has_raw_data() && data.is_some_and(|raw| raw.zeroing(false) == Zeroing::Marks);
         match self.chain.marks_zeroes() || punches {
             true => Zeroing::MarksClusters(self.cluster_bytes()),
             false => Zeroing::Writes,
@@ -134,16 +134,17 @@ impl Qcow2 {
     pub(super) fn blocks(&self) -> Option<u64> {
         let blocks = |file: &ImageFile| {
             let raw = file.local().filter(|raw| raw.is_file())?;
-            // A program that serves the file is not asked: it may hang. The last known number
-            // counts.
-            let flags = if raw.may_wait() { AtFlags::STATX_DONT_SYNC } else { AtFlags::empty() };
+            // A program or host that serves the file is not asked: it may hang. The last known
+            // number counts.
+            let flags = AtFlags::STATX_DONT_SYNC;
             let told = statx(raw.image(), "", AtFlags::EMPTY_PATH | flags, StatxFlags::BLOCKS).ok()?;
             Some(told.stx_blocks)
         };
         // The image has a header, so a file without blocks is one whose blocks are not told. Tools
         // take a disk without blocks for one of zeroes only.
         blocks(self.image()).filter(|n| *n > 0)?;
-        self.files.iter().map(blocks).sum()
+        // The server of a file may tell any number.
+        self.files.iter().map(blocks).try_fold(0, |sum: u64, blocks| Some(sum.saturating_add(blocks?)))
     }
 
     /// Returns the file of the image.

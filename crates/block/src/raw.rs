@@ -27,7 +27,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, Ordering};
 
 pub(super) use open::{begins_as_qcow2, no_image, open, with_way_to_make};
 pub(super) use uring::UringFiles;
@@ -99,8 +99,6 @@ pub(super) struct Raw {
     /// descriptor.)
     buffered: Option<SharedFile>,
     block_device: bool,
-    /// The block device has no command to write zeroes, so the kernel writes them.
-    zeroes_by_writing: bool,
     /// Masks of the alignment that O_DIRECT requires; 0 without O_DIRECT.
     memory_mask: usize,
     offset_mask: u64,
@@ -109,12 +107,16 @@ pub(super) struct Raw {
     /// The file system waits inside system calls even for io_uring (FUSE). A thread of io-wq waits
     /// instead of the worker.
     offload: bool,
+    /// A call for its attributes may wait for another program or host.
+    attributes_wait: bool,
     durable: Durable,
     readonly: bool,
     zeroes: Mapping,
     // Any thread.
     /// Bits of [`method`] that may work.
     methods: AtomicU8,
+    /// Zeroes have been written, or the block device had no command for them when it was opened.
+    writes_zeroes: AtomicBool,
     /// The negative errno of a flush that failed while the page cache was in use; 0 if none did.
     flush_failed: AtomicI32,
 }
@@ -166,6 +168,11 @@ impl Raw {
     /// See [`Disk::image_may_wait`](super::Disk::image_may_wait).
     pub(super) fn may_wait(&self) -> bool {
         self.offload
+    }
+
+    /// Returns whether a call for its attributes may wait for another program or host.
+    pub(super) fn attributes_may_wait(&self) -> bool {
+        self.attributes_wait
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -521,13 +528,14 @@ impl Raw {
     }
 
     /// Returns how a range is zeroed, as far as is known. A file system that punches holes writes
-    /// no zeroes.
-    pub(super) fn zeroing(&self) -> Zeroing {
-        let writes = match self.block_device {
-            true => self.zeroes_by_writing,
-            false => self.methods.load(Ordering::Relaxed) & method::PUNCH == 0,
-        };
-        if writes { Zeroing::Writes } else { Zeroing::Marks }
+    /// no zeroes. For a block device, the kernel may write them at any time without saying so, if
+    /// their space is to be kept; a punch that the device cannot do fails.
+    pub(super) fn zeroing(&self, unmap: bool) -> Zeroing {
+        let punches = self.methods.load(Ordering::Relaxed) & method::PUNCH != 0;
+        match punches && !self.writes_zeroes.load(Ordering::Relaxed) && (unmap || !self.block_device) {
+            true => Zeroing::Marks,
+            false => Zeroing::Writes,
+        }
     }
 
     fn has(&self, io: &Io, method: u8) -> bool {
@@ -556,7 +564,10 @@ impl Raw {
             // A file gets a hole even if its space should be kept: the range has to read as zeroes
             // soon.
             () if !self.block_device && self.has(io, method::PUNCH) => Stage::ZeroPunch,
-            () => return self.zero_write(io),
+            () => {
+                self.writes_zeroes.store(true, Ordering::Relaxed);
+                return self.zero_write(io);
+            }
         };
         Next::Issue
     }

@@ -172,6 +172,8 @@ layouts! {
     LseekIn(fuse_lseek_in) = 24 { fh: u64, offset: u64, whence: u32, padding: u32 }
     /// `fuse_lseek_out`.
     LseekOut(fuse_lseek_out) = 8 { offset: u64 }
+    /// `fuse_interrupt_in`.
+    InterruptIn(fuse_interrupt_in) = 8 { unique: u64 }
     /// `fuse_ioctl_in`.
     IoctlIn(fuse_ioctl_in) = 32 { fh: u64, flags: u32, cmd: u32, arg: u64, in_size: u32, out_size: u32 }
     /// `fuse_ioctl_out`.

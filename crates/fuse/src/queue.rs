@@ -22,6 +22,7 @@ mod uring;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::Instant;
 
 use vshunt_block::{DiskHandle, Io, Step};
 use vshunt_engine::{EventFd, LimitGate};
@@ -112,6 +113,8 @@ pub(crate) struct FuseQueue<T: QueueTransport> {
     /// Requests that wait for the limits, in their order. They keep their slots. Nothing is in
     /// flight for them, so they move with the queue.
     held: VecDeque<Request>,
+    /// Those of them whose task has got a signal, by their `unique`, and when.
+    interrupted: Vec<(u64, Instant)>,
     meter: Meter,
     // Any thread's.
     completions: Arc<CompletionQueue>,
@@ -153,6 +156,8 @@ impl<T: QueueTransport> FuseQueue<T> {
         stats.size.store(T::SLOTS, Relaxed);
         let buffers = Buffers::new(T::SLOTS, BUFFER_BYTES)?;
         let transport = transport(&buffers)?;
+        let completions = Arc::new(CompletionQueue::new(eventfd.clone()));
+        shared.add_queue(completions.clone());
         let slot = |_| RequestSlot {
             io: Io::default(),
             unique: 0,
@@ -178,8 +183,9 @@ impl<T: QueueTransport> FuseQueue<T> {
             iteration_bytes: 0,
             limit: LimitGate::new(shared.limits.clone(), index),
             held: VecDeque::new(),
+            interrupted: Vec::new(),
             meter: stats.latency.meter(),
-            completions: Arc::new(CompletionQueue::new(eventfd.clone())),
+            completions,
             write_share: shared.write_share(index).ok_or(std::io::ErrorKind::InvalidInput)?,
             shared,
             stats,
@@ -255,6 +261,7 @@ impl<T: QueueTransport> FuseQueue<T> {
             self.tasks -= 1;
             self.task_done(uring, place, slot, result);
         }
+        self.note_interrupts();
         for slot in std::mem::take(&mut self.deferred) {
             self.start(uring, place, slot);
         }
@@ -294,11 +301,13 @@ impl<T: QueueTransport> FuseQueue<T> {
         }
     }
 
-    /// Begins the requests that waited for the limits, as far as these permit it.
+    /// Begins the requests that waited for the limits, as far as these permit it. Returns their
+    /// number.
     #[inline]
-    fn begin_held(&mut self, uring: &mut Uring, place: Token, limited: bool) {
+    fn begin_held(&mut self, uring: &mut Uring, place: Token, limited: bool) -> u32 {
+        let mut begun = 0;
         if self.limit.is_held() && limited {
-            return;
+            return begun;
         }
         while self.iteration_bytes < ITERATION_BYTES
             && let Some(request) = self.held.pop_front()
@@ -306,10 +315,13 @@ impl<T: QueueTransport> FuseQueue<T> {
             let cost = if limited { self.cost(&request) } else { None };
             if cost.is_some_and(|(direction, bytes)| !self.limit.ask(direction, bytes)) {
                 self.held.push_front(request);
-                return self.limit.hold(uring, place.with(0, OP_LIMIT), &self.stats);
+                self.limit.hold(uring, place.with(0, OP_LIMIT), &self.stats);
+                break;
             }
+            begun += 1;
             self.begin(uring, place, &request);
         }
+        begun
     }
 
     /// An operation of the disk completed. Returns the number of requests that ended.
@@ -348,7 +360,8 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
         let mut taken = 0;
         let limited = self.limit.begin();
         self.meter.batch();
-        self.begin_held(uring, place, limited);
+        // The worker counts requests when they begin.
+        let mut begun = self.begin_held(uring, place, limited);
         while taken < budget && self.iteration_bytes < ITERATION_BYTES {
             match self.transport.next(&self.buffers) {
                 Next::Request(request) => {
@@ -361,6 +374,7 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
                         self.held.push_back(request);
                         self.limit.hold(uring, place.with(0, OP_LIMIT), &self.stats);
                     } else {
+                        begun += 1;
                         self.begin(uring, place, &request);
                     }
                     if is_last {
@@ -376,7 +390,7 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
             }
         }
         self.publish_in_flight();
-        taken
+        begun
     }
 
     fn complete(&mut self, uring: &mut Uring, token: Token, result: i32, more: bool) -> u32 {
@@ -393,6 +407,7 @@ impl<T: QueueTransport> Queue for FuseQueue<T> {
             }
             OP_LIMIT => {
                 self.limit.expired(&self.stats);
+                self.end_interrupted(uring, token);
                 0
             }
             _ => {

@@ -13,7 +13,7 @@
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -75,6 +75,8 @@ pub(crate) struct Times {
 
 struct State {
     times: FileTimes,
+    /// Those of a device node which could not be set and do not count as long as they stay.
+    hidden: Option<FileTimes>,
     marks: Vec<Arc<WriteMark>>,
 }
 
@@ -83,16 +85,26 @@ impl Times {
     pub(super) fn new(times: Option<FileTimes>) -> Self {
         let now = now();
         let times = times.unwrap_or(FileTimes { atime: now, mtime: now, ctime: now });
-        Self { state: Mutex::new(State { times, marks: Vec::new() }) }
+        Self { state: Mutex::new(State { times, hidden: None, marks: Vec::new() }) }
     }
 
     /// Returns the mark of a new handle.
     pub(crate) fn mark(&self) -> Arc<WriteMark> {
         let mark = Arc::<WriteMark>::default();
         let state = &mut *self.state.locked();
-        // What handles that are gone have written.
-        state.update();
-        state.marks.retain(|mark| Arc::strong_count(mark) > 1);
+        let mut written = false;
+        state.marks.retain(|mark| {
+            let is_used = Arc::strong_count(mark) > 1;
+            if !is_used {
+                // After the end of the handle, which may have set its mark just before.
+                fence(Ordering::Acquire);
+                written |= mark.take();
+            }
+            is_used
+        });
+        if written {
+            state.changed();
+        }
         state.marks.push(mark.clone());
         mark
     }
@@ -113,9 +125,22 @@ impl Times {
         state.times
     }
 
-    fn set(&self, atime: NewTime, mtime: NewTime) {
+    /// Returns the current times of a disk on a device whose node has these: the later ones, except
+    /// where they are hidden.
+    fn beside(&self, node: FileTimes) -> FileTimes {
         let mut state = self.state.locked();
         state.update();
+        state.beside(node)
+    }
+
+    /// Sets times. `node`: those of a device node that could not be set.
+    fn set(&self, atime: NewTime, mtime: NewTime, node: Option<FileTimes>) {
+        let mut state = self.state.locked();
+        state.update();
+        if let Some(node) = node {
+            state.times = state.beside(node);
+            state.hidden = Some(node);
+        }
         let (now, old) = (now(), state.times);
         state.times =
             FileTimes { atime: atime.after(old.atime, now), mtime: mtime.after(old.mtime, now), ctime: now };
@@ -131,6 +156,15 @@ impl State {
         }
     }
 
+    fn beside(&self, node: FileTimes) -> FileTimes {
+        let (own, hidden) = (self.times, self.hidden);
+        let of = |get: fn(&FileTimes) -> Time| match hidden.is_some_and(|hidden| get(&hidden) == get(&node)) {
+            true => get(&own),
+            false => get(&own).max(get(&node)),
+        };
+        FileTimes { atime: of(|t| t.atime), mtime: of(|t| t.mtime), ctime: of(|t| t.ctime) }
+    }
+
     fn changed(&mut self) {
         let now = now();
         (self.times.mtime, self.times.ctime) = (now, now);
@@ -144,34 +178,34 @@ fn now() -> Time {
 }
 
 impl Disk {
-    /// Returns the attributes of the disk as a file. May wait if
-    /// [`attributes_may_wait`](Self::attributes_may_wait).
+    /// Returns the attributes of the disk as a file. May wait for another program or host, or until
+    /// the image is replaced.
     pub fn file_attributes(&self) -> FileAttributes {
         let backend = self.backend();
-        FileAttributes { times: self.times_in(&backend), blocks: self.blocks_in(&backend) }
+        let blocks = match self.frozen_parts() {
+            Some(frozen) => frozen.source.file_attributes().blocks,
+            None => blocks_in(&backend),
+        };
+        FileAttributes { times: self.times_in(&backend), blocks }
     }
 
-    /// Returns whether [`file_attributes`](Self::file_attributes) may wait for another program, or
-    /// asks for the attributes of many files. A worker makes no such call then.
-    pub fn attributes_may_wait(&self) -> bool {
-        if let Some(frozen) = self.frozen_parts() {
-            return frozen.source.attributes_may_wait();
-        }
-        match &self.backend() {
-            Backend::Raw(raw) => raw.may_wait(),
+    /// Returns the attributes of the disk as a file, for a worker. None if
+    /// [`file_attributes`](Self::file_attributes) may wait, or asks for those of many files.
+    pub fn file_attributes_now(&self) -> Option<FileAttributes> {
+        // `replace` holds the lock while it flushes.
+        let backend = self.backend.try_read().ok()?.clone();
+        let waits = match &backend {
+            Backend::Raw(raw) => raw.attributes_may_wait(),
             backend => backend.files().nth(FILES_AT_ONCE_MAX).is_some(),
+        };
+        if waits {
+            return None;
         }
-    }
-
-    /// Returns the blocks of 512 bytes that are allocated for the disk, which is made of `backend`:
-    /// those of all its files. None if that is not known: a device or a server has other figures.
-    fn blocks_in(&self, backend: &Backend) -> Option<u64> {
-        match backend {
-            Backend::Raw(raw) if raw.is_file() => Some(raw.image().metadata().ok()?.blocks()),
-            Backend::Qcow2(image) => image.blocks(),
-            Backend::Frozen => self.frozen_parts()?.source.file_attributes().blocks,
-            _ => None,
-        }
+        let blocks = match self.frozen_parts() {
+            Some(frozen) => frozen.source.file_attributes_now()?.blocks,
+            None => blocks_in(&backend),
+        };
+        Some(FileAttributes { times: self.times_in(&backend), blocks })
     }
 
     /// Returns the bytes that can still be written to the disk before its image has no more space,
@@ -201,20 +235,27 @@ impl Disk {
         match (backend, file) {
             (Backend::Raw(raw), Some(file)) if raw.is_file() => file,
             // The node of a device notes the writes of all programs, but no discards.
-            (_, Some(node)) => self.times.current().later(node),
+            (_, Some(node)) => self.times.beside(node),
             (_, None) => self.times.current(),
         }
     }
 
-    /// Sets times of the disk as a file. They stay until the next change. Blocks.
+    /// Sets times of the disk as a file. They stay until the next change. Blocks. If this process
+    /// may not set those of a device node, they are kept here.
     ///
     /// # Errors
     /// The system's.
     pub fn set_file_times(&self, atime: NewTime, mtime: NewTime) -> io::Result<()> {
-        if let Backend::Raw(raw) = &self.backend() {
-            set_times(raw.image(), atime, mtime)?;
+        let mut node = None;
+        if let Backend::Raw(raw) = &self.backend()
+            && let Err(e) = set_times(raw.image(), atime, mtime)
+        {
+            if raw.is_file() || !matches!(e.raw_os_error(), Some(libc::EPERM | libc::EACCES | libc::EROFS)) {
+                return Err(e);
+            }
+            node = Some(FileTimes::of(&raw.image().metadata()?));
         }
-        self.times.set(atime, mtime);
+        self.times.set(atime, mtime, node);
         Ok(())
     }
 
@@ -227,6 +268,16 @@ impl Disk {
     /// Continues with the times of the file that the disk is about to leave.
     pub(crate) fn keep_file_times(&self, backend: &Backend) {
         self.times.adopt(self.times_in(backend));
+    }
+}
+
+/// Returns the blocks of 512 bytes that are allocated for a disk that is made of `backend`: those
+/// of all its files. None if that is not known: a device or a server has other figures.
+fn blocks_in(backend: &Backend) -> Option<u64> {
+    match backend {
+        Backend::Raw(raw) if raw.is_file() => Some(raw.image().metadata().ok()?.blocks()),
+        Backend::Qcow2(image) => image.blocks(),
+        _ => None,
     }
 }
 

@@ -7,7 +7,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, AtomicU8};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8};
 
 use qcow2::header::Header;
 use rustix::mm::ProtFlags;
@@ -76,7 +76,7 @@ pub(crate) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
     let punches = match &device {
         _ if spec.readonly => false,
         Some(_) => true,
-        None => probe::punches_holes(&file, size_bytes, FileTimes::of(&meta)),
+        None => probe::punches_holes(&file, size_bytes),
     };
     let limits = limits(&meta, device.as_ref(), spec.readonly, punches);
     let zeroes =
@@ -97,12 +97,12 @@ pub(crate) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
         file,
         buffered,
         block_device,
-        zeroes_by_writing: device.as_ref().is_some_and(|device| device.zeroes_max == 0),
         memory_mask,
         offset_mask,
         direct,
         inline,
         offload: file_system == FileSystem::Fuse,
+        attributes_wait: matches!(file_system, FileSystem::Fuse | FileSystem::Network),
         durable: match spec.cache {
             Cache::Writeback => Durable::OnRequest,
             Cache::Writethrough => Durable::Always,
@@ -111,6 +111,7 @@ pub(crate) fn open(spec: &DiskSpec) -> Result<(Raw, u64, Limits)> {
         readonly: spec.readonly,
         zeroes,
         methods: AtomicU8::new(methods),
+        writes_zeroes: AtomicBool::new(device.as_ref().is_some_and(|device| device.zeroes_max == 0)),
         flush_failed: AtomicI32::new(0),
     };
     Ok((raw, size_bytes, limits))

@@ -25,6 +25,8 @@ const NONE_BIT: bool = libc::BLKSSZGET & 0x2000_0000 != 0;
 pub(super) enum FileSystem {
     /// A block device, or a file on one.
     Disk,
+    /// A file on another host.
+    Network,
     /// A file in memory, on tmpfs or ramfs.
     Tmpfs,
     /// A file in memory that write(2) cannot write.
@@ -39,6 +41,9 @@ pub(super) fn file_system(file: &File) -> io::Result<FileSystem> {
         0x0102_1994 | 0x8584_58f6 => FileSystem::Tmpfs,
         0x9584_58f6 => FileSystem::Hugetlbfs,
         0x6573_5546 => FileSystem::Fuse,
+        // NFS, SMB, CIFS, Ceph, 9p, AFS (two), OCFS2, GFS2, Lustre, GPFS, BeeGFS.
+        0x6969 | 0xfe53_4d42 | 0xff53_4d42 | 0x00c3_6400 | 0x0102_1997 | 0x5346_414f | 0x6b41_4653
+        | 0x7461_636f | 0x0116_1970 | 0x0bd0_0bd0 | 0x4750_4653 | 0x1983_0326 => FileSystem::Network,
         _ => FileSystem::Disk,
     })
 }
@@ -60,18 +65,22 @@ pub(super) fn direct_align(file: &File, logical_block: u32) -> Option<(usize, u6
 }
 
 /// Returns whether the file system can punch holes. It is tried beyond the end of the file, where
-/// there is no data. `times` are those of the file: it keeps its time of the last change.
-pub(super) fn punches_holes(file: &File, size_bytes: u64, times: FileTimes) -> bool {
+/// there is no data. The file keeps its time of the last change.
+pub(super) fn punches_holes(file: &File, size_bytes: u64) -> bool {
     const LEN: u64 = 4096;
     let Some(at) = size_bytes.checked_next_multiple_of(LEN).filter(|a| *a < i64::MAX as u64 - LEN) else {
         return true;
     };
+    let mtime = || file.metadata().ok().map(|metadata| FileTimes::of(&metadata).mtime);
+    let before = mtime();
     match rustix::fs::fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, at, LEN) {
         Err(e) => !matches!(e, rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS),
         Ok(()) => {
-            // The kernel counts the attempt as a write. Only the owner of the file and root may set
-            // another time.
-            let _ = set_times(file, NewTime::Keep, NewTime::At(times.mtime));
+            // Most file systems count the attempt as a write. Only the owner of the file and root
+            // may set another time.
+            if let Some(before) = before.filter(|before| mtime() != Some(*before)) {
+                let _ = set_times(file, NewTime::Keep, NewTime::At(before));
+            }
             true
         }
     }

@@ -255,9 +255,12 @@ fn ways_that_are_missing_are_not_tried_again() {
         (res[0], stages.clone())
     };
     let unmap = Op::WriteZeroes { unmap: true };
+    assert_eq!(raw(&rig).zeroing(false), Zeroing::Marks);
     // EINVAL may concern only the range.
     let all = vec![Stage::ZeroPunch, Stage::ZeroRange, Stage::ZeroWrite];
     assert_eq!(refuse(&mut rig, unmap, libc::EINVAL), (0, all.clone()));
+    // Limits charge zeroes from then on.
+    assert_eq!(raw(&rig).zeroing(true), Zeroing::Writes);
     assert_eq!(refuse(&mut rig, Op::Discard, libc::EINVAL), (0, vec![Stage::DiscardPunch]));
     // Any other error is an error of the request.
     assert_eq!(refuse(&mut rig, unmap, libc::ENOSPC), (-libc::ENOSPC, vec![Stage::ZeroPunch]));
@@ -424,6 +427,8 @@ fn devices_discard_by_the_block_layers_command() {
     let path = image(&dir, "disk.img", SIZE);
     let Some(device) = LoopDevice::new(&path, 512) else { return };
     let mut rig = Rig::new(&raw_spec(&device.0));
+    // The kernel does not say when it writes zeroes.
+    assert_eq!(raw(&rig).zeroing(false), Zeroing::Writes);
     assert_eq!(rig.write(0, &pattern(1 << 20)), 0);
     let mut results = Vec::new();
     let res = rig.run_with(&[Ask::new(Op::Discard, 4096, 1 << 19)], |io, res| {

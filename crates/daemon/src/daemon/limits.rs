@@ -102,6 +102,11 @@ impl Daemon {
             ExportKind::VhostUserBlk => {
                 REQUEST_BYTES_MAX.max(zeroes(u64::from(ZERO_SECTORS_MAX) * SECTOR_BYTES))
             }
+            // Its users may make the disk longer.
+            ExportKind::Fuse if info.spec.growable == Some(true) => {
+                let zeroes = disk.as_ref().map_or(0, |entry| entry.disk.zeroes_cost_max(u64::MAX));
+                u64::from(TRANSFER_BYTES_MAX).max(zeroes)
+            }
             ExportKind::Fuse => u64::from(TRANSFER_BYTES_MAX).max(zeroes(u64::MAX)),
             ExportKind::Nbd => u64::from(PAYLOAD_BYTES_MAX).max(zeroes(u64::MAX)),
             ExportKind::VhostUserNet | ExportKind::Uplink => FRAME_MAX as u64,

@@ -14,9 +14,10 @@ use crate::uring::{Token, Uring};
 /// Asks for the requests of one queue. It belongs to the queue and moves with it.
 ///
 /// A queue calls [`begin`](Self::begin) when it starts to take, and [`ask`](Self::ask) for each
-/// request if there are limits. If a request must wait, it calls [`hold`](Self::hold), takes
-/// nothing more, and [has no work](crate::Queue::has_work) while [`is_held`](Self::is_held). The
-/// completion of the timer goes to [`expired`](Self::expired).
+/// request that limits concern, if there are limits. If one must wait, it calls
+/// [`hold`](Self::hold). While [`is_held`](Self::is_held), no request starts that limits concern,
+/// and those that wait are no [work](crate::Queue::has_work). The completion of the timer goes to
+/// [`expired`](Self::expired).
 ///
 /// Two more ways are for networks, whose requests do not wait in a ring of the guest. A queue that
 /// does not know the next request pays for one that it expects, and [settles](Self::settle) later.
@@ -161,7 +162,7 @@ impl LimitGate {
         unsafe { uring.timer(&raw const *self.timer, token) };
     }
 
-    /// Returns whether the timer runs. The queue then takes nothing, and is not at rest.
+    /// Returns whether the timer runs. The queue is not at rest then.
     #[inline]
     pub fn is_held(&self) -> bool {
         self.held_at.is_some()

@@ -27,22 +27,35 @@ use vshunt_types::convert::{at_most, to_usize};
 /// The unit of the space of a disk that has no file system of its own, bytes.
 const BLOCK_BYTES: u64 = 4096;
 
-/// Results of tasks for one queue.
+/// Results of tasks for one queue, and interrupts of its requests.
 pub(super) struct CompletionQueue {
     /// Slots and results. Held for a push or a swap.
     list: Mutex<Vec<(u16, TaskResult)>>,
+    /// Requests of any queue whose tasks have got a signal. Held for a push or a swap.
+    interrupts: Mutex<Vec<u64>>,
     eventfd: Arc<EventFd>,
 }
 
 impl CompletionQueue {
     /// A queue whose `eventfd` is signalled after each result.
     pub(super) fn new(eventfd: Arc<EventFd>) -> Self {
-        Self { list: Mutex::default(), eventfd }
+        Self { list: Mutex::default(), interrupts: Mutex::default(), eventfd }
     }
 
     /// Takes all results: slots and results.
     pub(super) fn take(&self) -> Vec<(u16, TaskResult)> {
         std::mem::take(&mut *self.list.locked())
+    }
+
+    /// Takes the requests that were interrupted, by their `unique`.
+    pub(super) fn take_interrupts(&self) -> Vec<u64> {
+        std::mem::take(&mut *self.interrupts.locked())
+    }
+
+    /// Notes that the task of a request, maybe one of this queue, has got a signal.
+    pub(super) fn interrupt(&self, unique: u64) {
+        self.interrupts.locked().push(unique);
+        self.eventfd.signal();
     }
 
     fn push(&self, slot: u16, result: TaskResult) {

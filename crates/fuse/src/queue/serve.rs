@@ -4,6 +4,8 @@
 //! thread. `io_done` and `task_done` continue from there until the reply. A write beyond the end
 //! makes the file longer first, in the same slot. Both transports use this code.
 
+use std::time::{Duration, Instant};
+
 use vshunt_block::{FileAttributes, NewTime, Op, Step};
 use vshunt_engine::{Direction, QueueStats, RequestKind, Token, Uring};
 
@@ -11,8 +13,8 @@ use super::blocking::{BufferBytes, Task, TaskResult};
 use super::transport::{OP_DISK, QueueTransport, Request};
 use super::{FuseQueue, TRANSFER_BYTES_MAX};
 use crate::abi::{
-    AttrOut, BLKGETSIZE64, FallocateIn, InHeader, IoctlIn, IoctlOut, LseekIn, LseekOut, Plain, SetattrIn,
-    StatxOut, TransferIn, WriteOut, fattr, op,
+    AttrOut, BLKGETSIZE64, FallocateIn, InHeader, InterruptIn, IoctlIn, IoctlOut, LseekIn, LseekOut, Plain,
+    SetattrIn, StatxOut, TransferIn, WriteOut, fattr, op,
 };
 use vshunt_types::convert::{at_most, len_u32, to_usize};
 
@@ -69,11 +71,68 @@ pub(super) enum NextStep {
     Change(Change),
 }
 
+/// How long a request that waits for the limits continues after a signal to its task. A killed task
+/// ends soon then, and few programs that handle a signal see the error.
+const SIGNAL_WAIT: Duration = Duration::from_secs(1);
+
 impl<T: QueueTransport> FuseQueue<T> {
     /// Starts a request.
     #[inline]
     pub(super) fn begin(&mut self, uring: &mut Uring, place: Token, request: &Request) {
         let Request { slot, header, args, payload_bytes, .. } = request;
+        let (slot, payload_bytes) = (*slot, *payload_bytes);
+        self.note_begun(request);
+        match header.opcode {
+            op::READ => self.read(uring, place, slot, args),
+            op::WRITE => self.write(uring, place, slot, args, payload_bytes),
+            opcode if is_silent(opcode) => {
+                if opcode == op::INTERRUPT
+                    && let Some(InterruptIn { unique }) = InterruptIn::read(args)
+                {
+                    self.shared.interrupt(unique);
+                }
+                self.recycle(uring, place, slot);
+            }
+            _ => self.other(uring, place, slot, header, args),
+        }
+    }
+
+    /// Takes note of requests that wait for the limits, and whose task has got a signal.
+    pub(super) fn note_interrupts(&mut self) {
+        for unique in self.completions.take_interrupts() {
+            if self.held.iter().any(|request| request.header.unique == unique) {
+                self.interrupted.push((unique, Instant::now()));
+            }
+        }
+    }
+
+    /// Ends requests that have waited for the limits for [`SIGNAL_WAIT`] since their task got a
+    /// signal. One that has begun completes and gets its usual reply: an operation of the disk
+    /// cannot be withdrawn.
+    pub(super) fn end_interrupted(&mut self, uring: &mut Uring, place: Token) {
+        if self.interrupted.is_empty() {
+            return;
+        }
+        for (unique, since) in std::mem::take(&mut self.interrupted) {
+            let Some(at) = self.held.iter().position(|request| request.header.unique == unique) else {
+                continue;
+            };
+            if since.elapsed() < SIGNAL_WAIT {
+                self.interrupted.push((unique, since));
+            } else if let Some(request) = self.held.remove(at) {
+                self.note_begun(&request);
+                self.end(uring, place, request.slot, -libc::EINTR);
+            }
+        }
+        if self.held.is_empty() {
+            self.limit.withdraw();
+        }
+    }
+
+    /// Begins the slot's state of a request.
+    #[inline]
+    fn note_begun(&mut self, request: &Request) {
+        let Request { slot, header, payload_bytes, .. } = request;
         let (slot, payload_bytes) = (*slot, *payload_bytes);
         self.in_flight += 1;
         let state = &mut self.slots[slot];
@@ -88,14 +147,6 @@ impl<T: QueueTransport> FuseQueue<T> {
         if payload_bytes > 0 {
             state.zeroed = 0;
         }
-        match header.opcode {
-            op::READ => self.read(uring, place, slot, args),
-            op::WRITE => self.write(uring, place, slot, args, payload_bytes),
-            // A request that is interrupted completes and gets its usual reply: an operation of the
-            // disk cannot be withdrawn.
-            opcode if is_silent(opcode) => self.recycle(uring, place, slot),
-            _ => self.other(uring, place, slot, header, args),
-        }
     }
 
     /// Returns what a request costs: its direction and its bytes. None: limits do not concern it,
@@ -108,7 +159,8 @@ impl<T: QueueTransport> FuseQueue<T> {
     }
 
     /// Returns what limits look at: the operation, its offset, and its length within the file; for
-    /// a request that is refused a length of 0. None: requests that are no operation of the disk.
+    /// a request that is refused a length of 0. One that makes the file longer to zero a range is
+    /// charged for the zeroes after that. None: requests that are no operation of the disk.
     fn charged(&self, request: &Request) -> Option<(Op, u64, u64)> {
         let args = &request.args;
         let end = self.shared.disk().size_bytes();
@@ -133,14 +185,28 @@ impl<T: QueueTransport> FuseQueue<T> {
             }
             op::FALLOCATE => {
                 let what = FallocateIn::read(args)?;
-                Some(match self.allocation(what).map(|allocation| allocation.change) {
-                    Ok(Change::Zero { offset, len, unmap }) => (Op::WriteZeroes { unmap }, offset, len),
-                    Ok(Change::Allocate { offset, len }) => (Op::Allocate, offset, len),
-                    Ok(Change::Write { .. }) | Err(_) => (Op::Allocate, 0, 0),
+                Some(match self.allocation(what) {
+                    Ok(Allocation { change: Change::Zero { offset, len, unmap }, end: None, .. }) => {
+                        (Op::WriteZeroes { unmap }, offset, len)
+                    }
+                    _ => (Op::Allocate, 0, 0),
                 })
             }
             _ => None,
         }
+    }
+
+    /// The file is long enough for a change: charges the zeroes, and starts it.
+    #[cold]
+    fn lengthened(&mut self, uring: &mut Uring, place: Token, slot: u16, change: Change) {
+        if let Change::Zero { offset, len, unmap } = change
+            && let Some(handle) = &self.handle
+            && let Some((direction, bytes)) = handle.cost(Op::WriteZeroes { unmap }, offset, len)
+        {
+            // The operation was charged before.
+            self.limit.settle(direction, 0, Some(bytes));
+        }
+        self.change(uring, place, slot, change);
     }
 
     /// Ends a request: replies 0, or a negative errno.
@@ -324,11 +390,10 @@ impl<T: QueueTransport> FuseQueue<T> {
     /// Replies the attributes in the format that `next_step` names: [`NextStep::Attr`] or
     /// [`NextStep::Statx`].
     fn end_attr(&mut self, uring: &mut Uring, place: Token, slot: u16, next_step: NextStep) {
-        if self.shared.disk().attributes_may_wait() {
+        let Some(attributes) = self.shared.disk().file_attributes_now() else {
             self.slots[slot].next_step = next_step;
             return self.submit(slot, Task::Attributes);
-        }
-        let attributes = self.shared.disk().file_attributes();
+        };
         self.end_attributes(uring, place, slot, next_step, &attributes);
     }
 
@@ -360,7 +425,7 @@ impl<T: QueueTransport> FuseQueue<T> {
         match (result, next_step) {
             (TaskResult::Done(result), _) if result < 0 => self.end_by_disk(uring, place, slot, result),
             (TaskResult::Done(_), NextStep::Written { len }) => self.end_write(uring, place, slot, len),
-            (TaskResult::Done(_), NextStep::Change(change)) => self.change(uring, place, slot, change),
+            (TaskResult::Done(_), NextStep::Change(change)) => self.lengthened(uring, place, slot, change),
             (TaskResult::Done(_), NextStep::Attr) => self.end_attr(uring, place, slot, NextStep::Attr),
             (TaskResult::Attributes(attributes), next_step) => {
                 self.end_attributes(uring, place, slot, next_step, &attributes);

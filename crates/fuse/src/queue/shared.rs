@@ -2,14 +2,15 @@
 //! and the lock of writes.
 
 use std::os::unix::fs::MetadataExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::*};
+use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use vshunt_block::{Disk, FileAttributes, Time};
 use vshunt_engine::{EventFd, LimitCell};
 use vshunt_types::convert::at_most;
 use vshunt_types::error::Result;
+use vshunt_types::sync::Locked;
 
 use super::blocking::{BlockingThread, CompletionQueue, EventHandler, MountEvent, Task};
 use super::rmw_lock::{RmwLock, WriteShare};
@@ -40,6 +41,8 @@ pub(crate) struct FuseShared {
     disk: Arc<Disk>,
     blocking: BlockingThread,
     lock: Arc<RmwLock>,
+    /// Those of all queues. Held for an interrupt, and when a queue is made.
+    queues: Mutex<Vec<Arc<CompletionQueue>>>,
     // Fixed.
     pub(super) writable: bool,
     pub(super) growable: bool,
@@ -70,6 +73,7 @@ impl FuseShared {
         Ok(Self {
             blocking,
             lock,
+            queues: Mutex::default(),
             writable,
             growable,
             limits,
@@ -97,6 +101,20 @@ impl FuseShared {
 
     pub(super) fn disk(&self) -> &Arc<Disk> {
         &self.disk
+    }
+
+    /// Makes known where a queue gets results and interrupts.
+    pub(super) fn add_queue(&self, completions: Arc<CompletionQueue>) {
+        self.queues.locked().push(completions);
+    }
+
+    /// Tells all queues that the task of a request has got a signal. The kernel may tell that to
+    /// another queue than the one that has the request. That one has taken it before, so it knows
+    /// the request when it looks.
+    pub(super) fn interrupt(&self, unique: u64) {
+        for queue in self.queues.locked().iter() {
+            queue.interrupt(unique);
+        }
     }
 
     /// Gives a task to the blocking thread.

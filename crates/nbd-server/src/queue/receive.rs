@@ -321,7 +321,9 @@ fn charged(request: &Request, work: Result<Work, u32>) -> Option<(Op, u64)> {
         Kind::Read => Op::Read,
         Kind::Write => Op::Write,
         Kind::Trim => Op::Discard,
-        Kind::WriteZeroes => Op::WriteZeroes { unmap: false },
+        Kind::WriteZeroes => {
+            Op::WriteZeroes { unmap: matches!(work, Ok(Work::WriteZeroes { unmap: true, .. })) }
+        }
         Kind::Flush => Op::Flush,
         Kind::BlockStatus => Op::Seek { look: Look::Disk },
         Kind::Disconnect => return None,
@@ -337,7 +339,7 @@ mod tests {
     fn the_length_of_a_valid_request_is_charged() {
         let of = |kind| Request { flags: 0, kind, cookie: 0, offset: 0, len: 4 << 30 };
         let zeroes = Work::WriteZeroes { unmap: true, fua: false };
-        let zero = Op::WriteZeroes { unmap: false };
+        let zero = Op::WriteZeroes { unmap: true };
         let seek = Op::Seek { look: Look::Disk };
         for (kind, work, wanted) in [
             (0, Ok(Work::Read), Some((Op::Read, 4 << 30))),

@@ -88,3 +88,40 @@ fn times_follow_writes_of_each_handle() {
         check(&Disk::open(&spec).unwrap());
     }
 }
+
+#[test]
+fn times_are_kept_beside_a_node_that_cannot_have_them() {
+    let node = FileTimes { atime: (2_000, 0), mtime: (2_000, 0), ctime: (2_000, 0) };
+    let times = Times::new(Some(FileTimes { atime: OLD, mtime: OLD, ctime: OLD }));
+    assert_eq!(times.beside(node), node);
+    times.set(NewTime::Keep, NewTime::At(OLD), Some(node));
+    let seen = times.beside(node);
+    assert_eq!((seen.atime, seen.mtime), (node.atime, OLD));
+    let read = FileTimes { atime: (3_000, 0), ..node };
+    assert_eq!((times.beside(read).atime, times.beside(read).mtime), (read.atime, OLD));
+    let written = FileTimes { mtime: (3_000, 0), ..read };
+    assert_eq!(times.beside(written).mtime, written.mtime);
+}
+
+#[test]
+fn the_write_of_a_handle_that_is_gone_counts() {
+    let times = Times::new(Some(FileTimes { atime: OLD, mtime: OLD, ctime: OLD }));
+    let (gone, stays) = (times.mark(), times.mark());
+    gone.set();
+    drop(gone);
+    drop(times.mark());
+    assert!(times.current().mtime > OLD);
+    stays.set();
+    times.set(NewTime::Keep, NewTime::At(OLD), None);
+    assert_eq!(times.current().mtime, OLD);
+}
+
+#[test]
+fn a_worker_does_not_wait_for_attributes_while_the_image_is_replaced() {
+    let disk = Disk::open(&memory_spec(Format::Ram, 1 << 20)).unwrap();
+    assert!(disk.file_attributes_now().is_some());
+    let replaced = disk.backend.write().unwrap();
+    assert!(disk.file_attributes_now().is_none());
+    drop(replaced);
+    assert!(disk.file_attributes_now().is_some());
+}
