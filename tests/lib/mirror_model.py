@@ -135,6 +135,8 @@ class HangingDisk:
         self.below.daemon.child.suspend()
         self.request = threading.Thread(target=self._request, args=(what,), daemon=True)
         self.request.start()
+        # Until then the disk can be drained, and a job can end.
+        r.wait_for("the request is in flight", lambda: any(q["in-flight"] for q in self.disk.daemon.status()["queues"] if q["export"] == "f0"))
 
     def _request(self, what):
         fd, block = os.open(self.disk.file, os.O_RDWR | os.O_DIRECT), mmap.mmap(-1, BLOCK)
@@ -155,8 +157,12 @@ class HangingDisk:
                 time.sleep(0.01)
             os.close(fd)
 
+        def are_held():
+            r.require(self.request.is_alive(), "the request has ended")
+            return time.monotonic() - ended[0] > 2
+
         threading.Thread(target=read, daemon=True).start()
-        r.wait_for("guests are held", lambda: time.monotonic() - ended[0] > 2)
+        r.wait_for("guests are held", are_held)
 
     def end(self):
         self.below.daemon.child.resume()
