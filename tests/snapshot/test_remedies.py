@@ -72,6 +72,9 @@ def test_a_backing_image_that_was_moved(rig, form, depth):
     before = digest(flat(path, "qcow2", dir / "before.raw"))
     moved = base.rename(dir / "elsewhere" / base.name)
     said = said_by_all(rig, path, f"there is no image {base}", "put it back", dir / "over0.qcow2")
+    for command in (("info", "--backing-chain"), ("map",), ("measure", "-O", "qcow2")):
+        shown = vshunt("image", *command, path, check=False)
+        r.message_of(shown, base, "put it back", f"-F {form} {dir}/over0.qcow2")
     follow(said[0], FILE=moved)
     vshunt("image", "convert", "-q", "-O", "raw", path, dir / "after.raw")
     r.require(digest(dir / "after.raw") == before, "the disk is another one")
@@ -102,6 +105,29 @@ def test_an_image_of_its_own_that_is_missing(rig):
         r.run([VSHUNT if words[0] == "vshunt" else words[0], *words[1:]])
         daemon.cli("disk", "add", f"name=d0,{keys},file={path}")
         daemon.child.stop()
+
+
+def test_a_device_that_is_missing(rig):
+    """No file is to be made among the devices."""
+    said = vshunt("serve", "/dev/vshunt-none", "--control", rig.dir / "no.sock", check=False)
+    r.message_of(said, "there is no device /dev/vshunt-none")
+    r.require("truncate" not in said.stderr, said.stderr)
+
+
+def test_an_image_whose_disk_is_empty(rig):
+    """A guest gets none. The remedy is that of the image's format."""
+    for form, longer in (("raw", ("truncate", "-s")), ("qcow2", (VSHUNT, "image", "resize"))):
+        path = rig.dir / f"empty.{form}"
+        qemu_img("create", "-q", "-f", form, path, 0)
+        daemon = r.Daemon(rig, "--disk", f"name=d0,format={form},file={path}", name=f"empty-{form}")
+        export = f"type=vhost-user-blk,name=e0,disk=d0,socket={rig.dir}/empty-{form}.sock"
+        said = daemon.cli("export", "add", export, check=False)
+        r.message_of(said, "is empty", "truncate -s 10G FILE" if form == "raw" else "vshunt image resize FILE 10G")
+        daemon.cli("disk", "remove", "d0")
+        r.run([*longer, *(("10G", path) if form == "raw" else (path, "10G"))])
+        daemon.cli("disk", "add", f"name=d0,format={form},file={path}")
+        daemon.cli("export", "add", export)
+        r.require(daemon.child.stop() == 0, daemon.child.tail())
 
 
 def test_images_that_are_below_themselves(rig):

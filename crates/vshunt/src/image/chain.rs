@@ -10,7 +10,7 @@ use qcow2::status::{Contents, Reader, Status};
 use vshunt_block::CHAIN_MAX;
 
 use super::file::{For, ImageFile, id};
-use super::info::{beside, check_below};
+use super::info::{beside, check_below, explained};
 use super::{ImageFormat, failed};
 use crate::outcome::{Failure, Outcome};
 
@@ -35,11 +35,8 @@ pub(super) fn open(path: &Path, format: Option<ImageFormat>, share: bool) -> Out
     let (mut layers, mut next) = (Vec::new(), Some((path.to_owned(), format)));
     while let Some((path, format)) = next.take() {
         check_below(&path, layers.iter().map(|layer: &Layer| layer.path.as_path()))?;
-        let above = layers.last().filter(|_| !path.exists());
-        let file = ImageFile::open(&path, purpose).map_err(|e| match (above, e) {
-            (Some(above), Failure::Failed(text)) => Failure::Failed(missing(&above.path, format, &text)),
-            (_, e) => e,
-        })?;
+        let above = layers.last().map(|layer| layer.path.as_path());
+        let file = ImageFile::open(&path, purpose).map_err(|e| explained(e, above, &path, format))?;
         let format = match format {
             Some(format) => format,
             None => file.probe(&path)?,
@@ -102,16 +99,6 @@ fn below(layer: &mut Layer, purpose: For) -> Outcome<Option<(PathBuf, Option<Ima
         layer.data = Some((data, file));
     }
     Ok(backing.map(|path| (path, Some(format))))
-}
-
-/// Adds to an error about a missing backing image which one names it, and how that gets another
-/// name.
-fn missing(above: &Path, format: Option<ImageFormat>, text: &str) -> String {
-    let (above, format) = (above.display(), if format == Some(ImageFormat::Raw) { "raw" } else { "qcow2" });
-    format!(
-        "{above} has a backing image that is missing: {text}; put it back, or name where it is now: vshunt image rebase -u -b \
-         FILE -F {format} {above}"
-    )
 }
 
 /// Returns the failure for an image that names a backing image without its format.

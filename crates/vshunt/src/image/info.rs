@@ -36,7 +36,10 @@ pub(super) fn run(args: &InfoArgs) -> Outcome {
     let mut chain = vec![describe(&args.file, args.format, purpose)?];
     while let Some((path, format)) = chain.last().and_then(below).filter(|_| args.backing_chain) {
         check_below(&path, chain.iter().map(|d| d.path.as_path()))?;
-        chain.push(describe(&path, known(format.as_deref(), &path)?, purpose)?);
+        let format = known(format.as_deref(), &path)?;
+        let above = chain.last().map(|d| d.path.as_path());
+        let described = describe(&path, format, purpose).map_err(|e| explained(e, above, &path, format))?;
+        chain.push(described);
     }
     let text = match (args.output, args.backing_chain) {
         (Output::Human, _) => chain.iter().map(human).collect::<Vec<_>>().join("\n"),
@@ -111,6 +114,22 @@ pub(super) fn check_below<'a>(path: &Path, above: impl Iterator<Item = &'a Path>
         )));
     }
     Ok(())
+}
+
+/// Adds to the failure for the image `path`, if it is missing, which image names it as its backing
+/// image, and how that one gets another name. `above`: none for the image that a user has named.
+pub(super) fn explained(
+    e: Failure,
+    above: Option<&Path>,
+    path: &Path,
+    format: Option<ImageFormat>,
+) -> Failure {
+    let (Some(above), Failure::Failed(text), false) = (above, &e, path.exists()) else { return e };
+    let (above, format) = (above.display(), if format == Some(ImageFormat::Raw) { "raw" } else { "qcow2" });
+    Failure::Failed(format!(
+        "{above} has a backing image that is missing: {text}; put it back, or name where it is now: vshunt image rebase -u -b \
+         FILE -F {format} {above}"
+    ))
 }
 
 /// Returns the files of a qcow2 image and of its backing images, by their headers. Nothing is
