@@ -122,6 +122,7 @@ def test_freeing_space_costs_no_bytes(suite):
 # Tasks that each read or write one block, at offsets of their own.
 TASKS = """
 import os, sys, threading
+threading.excepthook = lambda e: (sys.__excepthook__(*e[:3]), sys.stderr.flush(), os._exit(1))
 fd, how = os.open(sys.argv[1], os.O_RDWR), sys.argv[2]
 def run(at):
     if how == "write":
@@ -154,8 +155,9 @@ def test_metadata_passes_data_that_waits(suite, how):
     """The first request passes, and the others wait for hours."""
     suite.ours()
     mount = m.Mount(suite, f"meta-{how}-{suite.transport}", disk=DISK, extra=",limits.bps=1")
-    most = mount.export()["limited-ms-max"]
-    r.require(most >= (1 << 20) * 1000, f"a request of 1 MiB at 1 byte in a second holds the next one back, not for {most} ms")
+    # A request of 1 MiB at 1 byte in a second, and a late timer, for each queue.
+    most, queues = mount.export()["limited-ms-max"], len(mount.queues())
+    r.require((1 << 20) * 1000 * queues <= most <= ((1 << 20) * 1000 + 115) * queues, f"the longest wait is {most} ms")
     tasks = 16
     argv = [sys.executable, "-B", "-c", TASKS, mount.path, how, str(tasks)]
     child = r.Child(suite.rig, f"tasks-{how}-{suite.transport}", argv)
@@ -164,7 +166,7 @@ def test_metadata_passes_data_that_waits(suite, how):
     # Those that wait move with their queues.
     worker = mount.daemon.worker_new()
     mount.cli("attach", "f0", str(worker))
-    r.wait_for("requests wait on the other worker", lambda: any(q["limited"] for q in mount.queues()))
+    r.wait_for("requests wait on the other worker", lambda: any(q["limited"] and q["worker"] == worker for q in mount.queues()))
     m.script(METADATA, mount.path, how)
     r.require(child.running(), f"no request waits: {child.tail()}")
     mount.cli("limit", "f0", "--off")
@@ -210,16 +212,19 @@ def test_zeroes_beyond_the_end_cost_nothing_if_the_file_cannot_grow(suite):
     suite.ours()
     base, image = suite.image("zeroes-fail.base", 1 << 20), suite.rig.dir / "zeroes-fail.qcow2"
     r.run([r.binary("vshunt"), "image", "create", "-q", "-f", "qcow2", "-o", "compat=0.10", "-b", base, "-F", "raw", image])
-    mount = m.Mount(suite, "zeroes-fail", disk=f"format=qcow2,file={image}", growable=True, extra=",limits.bps=1M")
+    mount = m.Mount(suite, "zeroes-fail", disk=f"format=qcow2,file={image}", growable=True, extra=",limits.bps=1")
     with m.Opened(mount.path) as fd:
         for _ in range(4):
             m.refused("zeroes up to 4 EiB", ["EFBIG"], lambda fd=fd: m.fallocate(fd, m.ZERO_RANGE, 0, 1 << 62))
         r.require(sum(q["limited-us"] for q in mount.queues()) == 0, f"queues waited: {mount.queues()}")
         m.fallocate(fd, m.ZERO_RANGE, 0, 4 << 20)
         r.require(os.fstat(fd).st_size == 4 << 20, f"the file has {os.fstat(fd).st_size} bytes")
-    child = r.Child(suite.rig, "zeroes-fail-reads", [sys.executable, "-B", "-c", READS, mount.path])
+    # The first read waits for what was zeroed.
+    read = "import os, sys\nassert os.pread(os.open(sys.argv[1], os.O_RDWR), 4096, 0) == bytes(4096)"
+    child = r.Child(suite.rig, "zeroes-fail-read", [sys.executable, "-B", "-c", read, mount.path])
     r.wait_for("what was zeroed counts", lambda: any(q["limited"] for q in mount.queues()))
-    child.kill()
+    mount.cli("limit", "f0", "--off")
+    r.require(child.wait() == 0, child.tail())
     mount.stop()
 
 

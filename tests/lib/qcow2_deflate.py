@@ -21,7 +21,7 @@ def streamed(data):
 
 
 def clusters(path):
-    """Yields the number and the contents of each compressed cluster. zlib.error: a distance is larger than the window."""
+    """Yields the number, the place in the file and the contents of each compressed cluster. zlib.error: a distance is larger than the window."""
     with open(path, "rb") as f:
         header = f.read(104)
         (bits,), (entries,), (l1,) = (struct.unpack(form, header[at:end]) for form, at, end in ((">I", 20, 24), (">I", 36, 40), (">Q", 40, 48)))
@@ -39,7 +39,7 @@ def clusters(path):
                     shift = 62 - (bits - 8)
                     at, sectors = entry & (1 << shift) - 1, (entry >> shift & (1 << bits - 8) - 1) + 1
                     f.seek(at)
-                    yield n * per_table + k, streamed(f.read(sectors * 512 - at % 512))
+                    yield n * per_table + k, at, streamed(f.read(sectors * 512 - at % 512))
 
 
 def far_repetitions(size):
@@ -49,12 +49,15 @@ def far_repetitions(size):
     return (block * (size // len(block) + 1))[:size]
 
 
-def check(path, plain):
-    """Checks each compressed cluster against the contents of the disk. Returns how many there are. zlib.error: see `clusters`."""
+def check(path, plain, at_sectors=True):
+    """Checks each compressed cluster against the contents of the disk, and whether it begins with a sector, as those of vshunt. Returns
+    how many there are. zlib.error: see `clusters`."""
     count = 0
     with open(path, "rb") as f:
         (bits,) = struct.unpack(">I", f.read(24)[20:])
-    for number, found in clusters(path):
+    for number, at, found in clusters(path):
+        if at_sectors and at % 512:
+            raise ValueError(f"cluster {number} begins at {at}, within a sector")
         expected = plain[number << bits:number + 1 << bits]
         if found[:len(expected)] != expected or len(found) != 1 << bits or any(found[len(expected):]):
             raise ValueError(f"cluster {number} has other contents")

@@ -47,22 +47,12 @@ def test_to_a_device(rig, here):
     old, small = rig.dir / "device.raw", m.zeroes(rig.dir / "small-device.raw", SIZE_MIB // 2)
     old.write_bytes(os.urandom(SIZE_MIB << 20))
     served = m.Served(rig, f"name=d0,format=raw,file={here}")
-    losetup = r.tool("losetup", "mount")
-    loops = []
-    try:
-        for path in (old, small):
-            made = r.run([losetup, "--find", "--show", path], check=False)
-            if made.returncode:
-                raise r.Skipped(f"no loop device: {made.stderr.strip()}")
-            loops.append(made.stdout.strip())
+    with r.loop_device(old) as device, r.loop_device(small) as too_small:
         to = lambda loop: ("--to", loop, "--format", "raw", "--overwrite")  # noqa: E731
-        r.message_of(served.cli("mirror", "d0", *to(loops[1]), check=False), loops[1], "as large")
-        m.switched(served, *to(loops[0]))
+        r.message_of(served.cli("mirror", "d0", *to(too_small), check=False), too_small, "as large")
+        m.switched(served, *to(device))
         served.more()
         served.end()
-    finally:
-        for loop in loops:
-            r.run([losetup, "-d", loop], check=False)
     # The load is in the first 16 MiB.
     r.require(not any(old.read_bytes()[16 << 20 :]), "old data of the device shows")
 
@@ -71,18 +61,12 @@ def test_larger_blocks_than_guests_were_told(rig, here):
     """Guests could not use them."""
     disk = Disk(rig, here, "raw", name="blocks", fuse=False, socket=True)
     old = m.zeroes(rig.dir / "blocks-device.raw", SIZE_MIB)
-    made = r.run([r.tool("losetup", "mount"), "--find", "--show", "--sector-size", "4096", old], check=False)
-    if made.returncode:
-        raise r.Skipped(f"no loop device: {made.stderr.strip()}")
-    loop = made.stdout.strip()
-    try:
+    with r.loop_device(old, "--sector-size", "4096") as loop:
         to_file = ("--to", loop, "--format", "raw", "--overwrite")
         r.message_of(disk.cli("mirror", "d0", *to_file, check=False), "blocks of 4096 bytes")
         disk.cli("disk", "add", f"name=far,format=raw,file={loop}")
         r.message_of(disk.cli("mirror", "d0", "--target", "far", check=False), "blocks of 4096 bytes")
         disk.cli("disk", "remove", "far")
-    finally:
-        r.run([r.tool("losetup", "mount"), "-d", loop], check=False)
     disk.quit()
 
 

@@ -5,9 +5,16 @@ makes, for some 20 minutes, instead of a few drawn at random. `--seconds`: how l
 """
 
 import pytest
+from images import Both
 from seeds import SEED
 
 
 @pytest.fixture(scope="module")
 def seed():
     return SEED
+
+
+@pytest.fixture(scope="module")
+def both(rig):
+    """Both programs, in a folder that the tests of a file share."""
+    return Both(rig)

@@ -12,12 +12,11 @@ import fuse_mount as m
 import nbd_exports as e
 import pytest
 import rig as r
-from images import Both
 from qcow2_disks import MIB, checked, mounts
 
 SIZE = 8 * MIB
 CLUSTERS = ("512", "64k", "2M")
-PLACES = ("ext4", "memory", "ext2")
+PLACES = ("disk", "memory", "ext2")
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +38,16 @@ def ext2(rig):
         r.run(["umount", "-l", folder])
 
 
-@pytest.fixture(scope="module")
-def both(rig):
-    return Both(rig)
-
-
 @pytest.fixture(params=PLACES)
 def place(request, rig, both, memory):
     """Both programs in a folder on each kind of file system."""
     home = both.dir
-    both.dir = {"ext4": lambda: home, "memory": lambda: Path(memory), "ext2": lambda: request.getfixturevalue("ext2")}[request.param]()
+    both.dir = {"disk": lambda: home, "memory": lambda: Path(memory), "ext2": lambda: request.getfixturevalue("ext2")}[request.param]()
     yield both
     both.dir = home
 
 
-def whole(both, name, of):
+def has_its_last_cluster(both, name, of):
     """The file has all of its last cluster."""
     found = json.loads(both.theirs("check", "-U", "--output=json", name, check=False).stdout)
     cluster = json.loads(both.theirs("info", "-U", "--output=json", name).stdout)["cluster-size"]
@@ -79,23 +73,26 @@ def test_served(place, cluster):
         daemon = e.serve(place.rig, disk, name=f"{place.dir.name[:8]}-{cluster}-{turn}")
         for n, (offset, length) in enumerate(((5 * MIB + 512, 512), (512, 4096), (3 * MIB, 70144), (SIZE - 512, 512))):
             write(place, e.uri(daemon), f"write -P {n + 1} {offset} {length}")
-            whole(place, "d.qcow2", f"flush {n}")
+            has_its_last_cluster(place, "d.qcow2", f"flush {n}")
         write(place, e.uri(daemon), f"discard 3M {MIB}", f"write -z 5M {MIB}")
-        whole(place, "d.qcow2", "after a discard")
+        has_its_last_cluster(place, "d.qcow2", "after a discard")
+        (place.dir / "b.qcow2").unlink(missing_ok=True)
+        daemon.cli("backup", "start", "d0", "--to", place.dir / "b.qcow2", "--wait")
+        has_its_last_cluster(place, "b.qcow2", "a backup")
         daemon.child.kill()
-        whole(place, "d.qcow2", "killed")
+        has_its_last_cluster(place, "d.qcow2", "killed")
         daemon.start()
         write(place, e.uri(daemon), "write -P 9 4M 512")
         e.ends_well(daemon)
         checked(place.dir / "d.qcow2")
-        whole(place, "d.qcow2", "closed")
+        has_its_last_cluster(place, "d.qcow2", "closed")
         end = json.loads(place.theirs("check", "--output=json", "d.qcow2").stdout)["image-end-offset"]
         os.truncate(place.dir / "d.qcow2", end - 512 if cluster == "512" else end - 1024)
         if cluster == "512":
             continue  # a whole cluster would be missing
         daemon.start()
         e.ends_well(daemon)
-        whole(place, "d.qcow2", "closed, after it was cut")
+        has_its_last_cluster(place, "d.qcow2", "closed, after it was cut")
         checked(place.dir / "d.qcow2")
 
 
@@ -125,7 +122,7 @@ def test_commands(place, cluster):
         ("check", "-r", "all", image),
     ):
         place.ours(*arguments)
-        whole(place, image, f"{of}: {arguments}")
+        has_its_last_cluster(place, image, f"{of}: {arguments}")
         place.clean(image, f"{of}: {arguments}")
     if cluster == "512":
         return
@@ -134,4 +131,4 @@ def test_commands(place, cluster):
         os.truncate(place.dir / image, os.path.getsize(place.dir / image) - 1024)
         more = {"bitmap": ["b"], "resize": ["6M"]}.get(arguments[0], [])
         place.ours(*arguments, image, *more)
-        whole(place, image, f"{of}: {arguments}, after it was cut")
+        has_its_last_cluster(place, image, f"{of}: {arguments}, after it was cut")

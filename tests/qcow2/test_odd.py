@@ -2,13 +2,11 @@
 
 import contextlib
 import json
-import os
 import struct
 
 import nbd_exports as e
 import pytest
 import rig as r
-from images import Both
 from qcow2_disks import MIB, checked, mounts
 
 # Lengths of the raw files: less than a sector, around a page, a cluster and more, and within one.
@@ -20,12 +18,7 @@ LONG = 4 * MIB
 DIRECT = ("auto", "on", "off")
 
 
-@pytest.fixture(scope="module")
-def both(rig):
-    return Both(rig)
-
-
-def whole(length):
+def rounded_up(length):
     return -(-length // 512) * 512
 
 
@@ -33,7 +26,7 @@ def raw(both, name, length):
     """A raw file of that length, without zeroes. Returns what the disk in it reads as."""
     data = bytes(n % 251 + 1 for n in range(length))
     (both.dir / name).write_bytes(data)
-    return data + bytes(whole(length) - length)
+    return data + bytes(rounded_up(length) - length)
 
 
 def roles(both, length):
@@ -107,7 +100,7 @@ def test_overlays_are_made_and_rebased_over_any_length(both, length):
     for run in (both.ours, both.theirs):
         run("create", "-q", "-f", "qcow2", "-b", "odd.raw", "-F", "raw", "new.qcow2")
         size = json.loads(both.theirs("info", "--output=json", "new.qcow2").stdout)["virtual-size"]
-        r.require(size == whole(length), f"{run.__name__}: an overlay of {size} bytes over {length}")
+        r.require(size == rounded_up(length), f"{run.__name__}: an overlay of {size} bytes over {length}")
     for to in (["-b", ""], ["-b", "odd.raw", "-F", "raw"], ["-b", "other.raw", "-F", "raw"]):
         for name, form, disk in images:
             if form == "raw" or name == "data.qcow2":
@@ -143,14 +136,14 @@ def test_qcow2_disks_of_any_size_are_rounded_as_by_qemu(both, size, cluster):
     both.theirs("convert", "-f", "raw", "-O", "raw", e.uri(daemon), "served.raw")
     r.require((both.dir / "served.raw").read_bytes() == disk, f"{of}: the served disk differs")
     last = len(disk) - 512
-    both_write(both, e.uri(daemon), last)
+    write_sector(both, e.uri(daemon), last)
     e.ends_well(daemon)
     checked(both.dir / "odd.qcow2", leaks=True)
     both.theirs("convert", "-O", "raw", "odd.qcow2", "written.raw")
     r.require((both.dir / "written.raw").read_bytes() == disk[:last] + b"\xaa" * 512, f"{of}: the written disk differs")
 
 
-def both_write(both, uri, offset):
+def write_sector(both, uri, offset):
     """A client writes a sector."""
     done = r.run([both.qemu_io, "-f", "raw", "-c", f"write -P 0xaa {offset} 512", "-c", "flush", uri], cwd=both.dir)
     r.require("failed" not in done.stdout, done.stdout)
@@ -176,8 +169,7 @@ def long_blocks(rig):
 
 def served(both, direct, of):
     """A raw file of odd length in every role, served, mounted, written, backed up and committed to."""
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        raise r.Skipped("/dev/fuse may not be opened")
+    mounts()
     length = 70001
     for role in range(len(roles(both, length))):
         # The last one was written to.
@@ -196,14 +188,14 @@ def served(both, direct, of):
         daemon.cli("backup", "start", "d0", "--to", backup, "--format", "raw", "--wait")
         r.require(backup.read_bytes() == disk, f"{of_this}: the backup differs")
         backup.unlink()
-        last = whole(length) - 512
-        both_write(both, e.uri(daemon), last)
+        last = rounded_up(length) - 512
+        write_sector(both, e.uri(daemon), last)
         disk = disk[:last] + b"\xaa" * 512 + disk[last + 512 :]
         if name == "odd.raw":
             # Over the file, and back into it.
             (both.dir / "over.qcow2").unlink(missing_ok=True)
             daemon.cli("snapshot", "d0", "--to", both.dir / "over.qcow2")
-            both_write(both, e.uri(daemon), 0)
+            write_sector(both, e.uri(daemon), 0)
             disk = b"\xaa" * 512 + disk[512:]
             both.theirs("convert", "-f", "raw", "-O", "raw", e.uri(daemon), "served.raw")
             r.require((both.dir / "served.raw").read_bytes() == disk, f"{of_this}: the overlay differs")
@@ -215,7 +207,7 @@ def served(both, direct, of):
         r.require((both.dir / "closed.raw").read_bytes() == disk, f"{of_this}: the closed image differs")
         file = {"odd.raw": "odd.raw", "data.qcow2": "data.raw"}.get(name)
         if file:
-            r.require((both.dir / file).stat().st_size == whole(length), f"{of_this}: {file} is longer than the disk")
+            r.require((both.dir / file).stat().st_size == rounded_up(length), f"{of_this}: {file} is longer than the disk")
         else:
             r.require((both.dir / "odd.raw").stat().st_size == length, f"{of_this}: the file below was changed")
             checked(at)

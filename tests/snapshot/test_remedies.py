@@ -6,6 +6,7 @@ import os
 import re
 import struct
 
+import mirror_model as m
 import pytest
 import rig as r
 from snapshot_model import MIB, Disk, digest, flat, qemu_img
@@ -72,12 +73,28 @@ def test_a_backing_image_that_was_moved(rig, form, depth):
     before = digest(flat(path, "qcow2", dir / "before.raw"))
     moved = base.rename(dir / "elsewhere" / base.name)
     said = said_by_all(rig, path, f"there is no image {base}", "put it back", dir / "over0.qcow2")
-    for command in (("info", "--backing-chain"), ("map",), ("measure", "-O", "qcow2")):
-        shown = vshunt("image", *command, path, check=False)
+    for command in (("info", "--backing-chain", path), ("map", path), ("measure", "-O", "qcow2", path), ("resize", dir / "over0.qcow2", "8M")):
+        shown = vshunt("image", *command, check=False)
         r.message_of(shown, base, "put it back", f"-F {form} {dir}/over0.qcow2")
     follow(said[0], FILE=moved)
     vshunt("image", "convert", "-q", "-O", "raw", path, dir / "after.raw")
     r.require(digest(dir / "after.raw") == before, "the disk is another one")
+
+
+def test_a_missing_backing_image_whose_format_is_not_named(rig):
+    """The remedy names none, either."""
+    base = filled(rig.dir / "unnamed.raw", "raw", 7)
+    path = over(rig.dir / "unnamed.qcow2", base, "raw")
+    header = path.read_bytes()
+    # The header extension with the format (qcow2 specification, "Header extensions") becomes one
+    # that nobody knows.
+    at = header.index(b"\xe2\x79\x2a\xca")
+    path.write_bytes(header[:at] + b"\x12\x34\x56\x78" + header[at + 4 :])
+    moved = base.rename(rig.dir / "unnamed-moved.raw")
+    said = vshunt("image", "info", "--backing-chain", path, check=False)
+    r.message_of(said, base, "put it back", f"-F FORMAT {path}")
+    follow(said.stderr, FILE=moved, FORMAT="raw")
+    r.require(flat(path, "qcow2", rig.dir / "unnamed-after.raw").read_bytes() == moved.read_bytes(), "the disk is another one")
 
 
 def test_a_data_file_that_was_moved(rig):
@@ -89,6 +106,8 @@ def test_a_data_file_that_was_moved(rig):
     said = vshunt("serve", "--disk", f"name=d0,format=qcow2,file={path}", "--control", rig.dir / "no.sock", check=False)
     r.message_of(said, f"there is no image {data}", "put it back")
     r.require("truncate" not in said.stderr, said.stderr)
+    for command in (("map", path), ("measure", "-O", "qcow2", path), ("resize", path, "8M"), ("compare", path, path)):
+        r.message_of(vshunt("image", *command, check=False), data, "put it back", "data_file=FILE", path, code=(1, 2))
     follow(said.stderr, FILE=moved)
     vshunt("image", "convert", "-q", "-O", "raw", path, rig.dir / "data-after.raw")
     r.require(digest(rig.dir / "data-after.raw") == before, "the disk is another one")
@@ -115,17 +134,15 @@ def test_a_device_that_is_missing(rig):
 
 
 def test_an_image_whose_disk_is_empty(rig):
-    """A guest gets none. The remedy is that of the image's format."""
-    for form, longer in (("raw", ("truncate", "-s")), ("qcow2", (VSHUNT, "image", "resize"))):
+    """A guest gets none."""
+    for form in ("raw", "qcow2"):
         path = rig.dir / f"empty.{form}"
         qemu_img("create", "-q", "-f", form, path, 0)
         daemon = r.Daemon(rig, "--disk", f"name=d0,format={form},file={path}", name=f"empty-{form}")
         export = f"type=vhost-user-blk,name=e0,disk=d0,socket={rig.dir}/empty-{form}.sock"
         said = daemon.cli("export", "add", export, check=False)
-        r.message_of(said, "is empty", "truncate -s 10G FILE" if form == "raw" else "vshunt image resize FILE 10G")
-        daemon.cli("disk", "remove", "d0")
-        r.run([*longer, *(("10G", path) if form == "raw" else (path, "10G"))])
-        daemon.cli("disk", "add", f"name=d0,format={form},file={path}")
+        r.message_of(said, "is empty", "vshunt resize d0 10G")
+        daemon.cli("resize", "d0", "10G")
         daemon.cli("export", "add", export)
         r.require(daemon.child.stop() == 0, daemon.child.tail())
 
@@ -165,23 +182,29 @@ def test_as_many_backing_images_as_are_read(rig, chain):
     last, dir = chain[CHAIN_MAX], chain[0].parent
     vshunt("image", "convert", "-q", "-O", "raw", last, dir / "all.raw")
     r.require(digest(dir / "all.raw") == digest(flat(chain[0], "qcow2", dir / "first.raw")), "the disk is another one")
-    new = dir / "new.qcow2"
-    for argv in (("create", "-f", "qcow2", "-b", last, "-F", "qcow2", new), ("rebase", "-b", last, "-F", "qcow2", chain[0])):
-        said = vshunt("image", *argv, check=False)
-        words = "stands on" if argv[0] == "rebase" else f"{CHAIN_MAX} backing images"
-        r.message_of(said, words, last.name)
-        if argv[0] == "create":
-            r.require(not new.exists(), "an image is left behind that nothing reads")
-            follow(said.stderr, COPY=dir / "copy.qcow2")
-            vshunt("image", "create", "-q", "-f", "qcow2", "-b", dir / "copy.qcow2", "-F", "qcow2", new)
+    new, lone = dir / "new.qcow2", filled(dir / "lone.qcow2", "qcow2", 6, 1)
+    r.message_of(vshunt("image", "rebase", "-b", last, "-F", "qcow2", chain[0], check=False), "stands on", last.name)
+    refused = [
+        vshunt("image", *argv, check=False)
+        for argv in (("create", "-f", "qcow2", "-b", last, "-F", "qcow2", new), ("rebase", "-b", last, "-F", "qcow2", lone))
+    ]
+    r.require(not new.exists(), "an image is left behind that nothing reads")
+    for said in refused:
+        r.message_of(said, f"{CHAIN_MAX} backing images", last.name)
+        (dir / "copy.qcow2").unlink(missing_ok=True)
+        follow(said.stderr, COPY=dir / "copy.qcow2")
+    vshunt("image", "create", "-q", "-f", "qcow2", "-b", dir / "copy.qcow2", "-F", "qcow2", new)
+    vshunt("image", "rebase", "-b", dir / "copy.qcow2", "-F", "qcow2", lone)
 
 
 def test_more_backing_images_than_are_read(rig, chain):
     """Made by another program: the remedy makes one image of them."""
     dir = chain[0].parent
+    wanted = digest(flat(chain[0], "qcow2", dir / "first.raw"))
     for said in said_by_all(rig, chain[-1], f"more than {CHAIN_MAX} backing images"):
         (dir / "one.qcow2").unlink(missing_ok=True)
         follow(said, COPY=dir / "one.qcow2")
+        r.require(digest(flat(dir / "one.qcow2", "qcow2", dir / "one.raw")) == wanted, "the disk is another one")
         r.require("backing-filename" not in vshunt("image", "info", "--output=json", dir / "one.qcow2").stdout, "it has one below it")
 
 
@@ -189,10 +212,13 @@ def test_a_snapshot_of_a_disk_with_as_many_as_are_read(rig, mounts, chain):
     """Refused with the command that makes room, which the guest does not notice."""
     disk = Disk(rig, chain[CHAIN_MAX], "qcow2", name="full")
     said = disk.snapshot(rig.dir / "too-much.qcow2", check=False)
-    r.message_of(said, f"{CHAIN_MAX} backing images", "vshunt commit d0")
+    r.message_of(said, f"{CHAIN_MAX} backing images", "vshunt commit d0", "vshunt stream d0")
     r.require(not (rig.dir / "too-much.qcow2").exists(), "an overlay is left behind")
     disk.cli("commit", "d0", "--wait", timeout_s=120)
     disk.snapshot(rig.dir / "fits.qcow2")
+    r.message_of(disk.snapshot(rig.dir / "too-much.qcow2", check=False), f"{CHAIN_MAX} backing images")
+    disk.cli("stream", "d0", "--wait", timeout_s=120)
+    disk.snapshot(rig.dir / "fits-again.qcow2")
     with open(disk.file, "rb") as f:
         r.require(f.read() == b"\x05" * MIB, "the disk is another one")
     disk.quit()
@@ -228,6 +254,12 @@ def test_a_commit_to_a_device_that_is_too_small(rig, mounts):
         r.require(not disk.daemon.status()["jobs"], "there is a job")
         with open(device, "rb") as f:
             r.require(f.read(MIB) == b"\x01" * MIB, "something was copied")
+        wanted = b"\x02" * MIB + b"\x01" * 3 * MIB + bytes(5 * MIB)
+        first = rig.dir / "small-first.qcow2"
+        job = m.start(disk, "--to", first)
+        m.ready(disk, job)
+        m.complete(disk, job, "--no-switch")
+        r.require(flat(first, "qcow2", rig.dir / "small-first.raw").read_bytes() == wanted, "the copy is another")
         # The device becomes longer, and is not zero there.
         with open(file, "ab") as f:
             f.write(b"\x77" * 5 * MIB)
@@ -236,7 +268,7 @@ def test_a_commit_to_a_device_that_is_too_small(rig, mounts):
         copy = rig.dir / "small-copy.qcow2"
         disk.cli("mirror", "d0", "--to", copy, "--switch", "--wait", timeout_s=60)
         with open(disk.file, "rb") as f:
-            r.require(f.read() == b"\x02" * MIB + b"\x01" * 3 * MIB + bytes(5 * MIB), "the disk is another one")
+            r.require(f.read() == wanted, "the disk is another one")
         disk.quit()
 
 

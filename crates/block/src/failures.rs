@@ -114,8 +114,8 @@ fn line(
 fn too_long(limit: Option<u64>) -> String {
     match limit {
         Some(bytes) => format!(
-            "; vshunt may make no file longer than {bytes} bytes: raise that limit (LimitFSIZE=, ulimit -f; of this process: \
-             prlimit --pid {} --fsize=unlimited), and let the guest try again",
+            "; vshunt may make no file longer than {bytes} bytes: as root, prlimit --pid {} --fsize=unlimited, and let the guest \
+             try again; for the next start raise LimitFSIZE= or ulimit -f",
             std::process::id()
         ),
         None => "; the file system takes no longer files: move the disk to another one ('vshunt mirror')"
@@ -172,7 +172,8 @@ mod tests {
         let too_long = |limit| line(Path::new("/d.img"), write, libc::EFBIG, 1, Storage::Here, limit);
         let text = too_long(Some(1 << 20));
         assert!(
-            text.contains("longer than 1048576 bytes: raise that limit (LimitFSIZE=, ulimit -f;"),
+            text.contains("longer than 1048576 bytes: as root, prlimit --pid ")
+                && text.contains("LimitFSIZE="),
             "{text}"
         );
         assert!(!too_long(None).contains("LimitFSIZE"));

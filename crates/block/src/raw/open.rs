@@ -208,9 +208,9 @@ fn open_error(path: &Path, spec: &DiskSpec, e: io::Error) -> Error {
     let readonly = spec.readonly;
     let shown = path.display();
     match e.raw_os_error() {
-        Some(libc::ENOENT) if path.starts_with("/dev") && !path.starts_with("/dev/shm") => {
-            Error::not_found(format!("there is no device {shown}; is it spelt so, and its volume active?"))
-        }
+        Some(libc::ENOENT) if path.starts_with("/dev") && !path.starts_with("/dev/shm") => Error::not_found(
+            format!("there is no device {shown}; check the name, and activate its volume (vgchange -ay)"),
+        ),
         Some(libc::ENOENT) if path.parent().is_some_and(|p| !p.as_os_str().is_empty() && !p.exists()) => {
             Error::not_found(format!("there is no image {shown}, nor its folder"))
         }

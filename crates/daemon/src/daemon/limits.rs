@@ -85,9 +85,14 @@ impl Daemon {
                 |other: &usize| *other == at || (groups[at].is_some() && groups[*other] == groups[at]);
             let members: Vec<usize> = (0..groups.len()).filter(shares).collect();
             let bytes = members.iter().filter_map(|member| longest.get(*member)).max().copied().unwrap_or(0);
-            let rings = if info.spec.kind.limits() == Some(LimitKind::Network) { 2 } else { 1 };
-            let (queues, members) = (info.queue_list.len() as u64 * rings, members.len() as u64);
-            let wait = rates(limits).longest_wait(bytes, queues, members);
+            let queues = match info.spec.kind.limits() {
+                // Two rings a pair. The control queue has no frames.
+                Some(LimitKind::Network) => {
+                    2 * info.queue_list.iter().filter(|queue| queue.net.is_some()).count()
+                }
+                _ => info.queue_list.len(),
+            };
+            let wait = rates(limits).longest_wait(bytes, queues as u64, members.len() as u64);
             info.limited_ms_max = Some(u64::try_from(wait.as_millis()).unwrap_or(u64::MAX));
         }
     }

@@ -155,8 +155,8 @@ impl Daemon {
         }
         if entry.disk.backing_images() == CHAIN_MAX {
             return Err(Error::limit(format!(
-                "disk {0} has {CHAIN_MAX} backing images, and more are not read; 'vshunt commit {0}' makes two images of it \
-                 one, and 'vshunt stream {0}' makes one of all",
+                "disk {0} has {CHAIN_MAX} backing images, and more are not read; 'vshunt commit {0}' merges the \
+                 top image into the one below, and 'vshunt stream {0}' merges all",
                 wish.disk
             )));
         }

@@ -239,12 +239,9 @@ fn check(spec: &ExportSpec, disk: &Disk) -> Result<()> {
     }
     if disk.size_bytes() == 0 && spec.growable != Some(true) {
         return wrong(format!(
-            "the image of disk {} is empty, which only a FUSE export with writable=on,growable=on serves; make it longer: {}",
-            spec.disk,
-            match disk.is_qcow2() {
-                true => "remove the disk, vshunt image resize FILE 10G, say, and add it again",
-                false => "truncate -s 10G FILE, say",
-            }
+            "the image of disk {0} is empty, which only a FUSE export with writable=on,growable=on serves; make it longer: \
+             vshunt resize {0} 10G, say",
+            spec.disk
         ));
     }
     let least = disk.limits().block_size;

@@ -31,6 +31,17 @@ fn the_place_of_a_snapshot_table_without_entries_goes_with_the_end_of_the_file()
 }
 
 #[test]
+fn a_growth_moves_tables_if_something_behind_the_end_has_to_be_hidden() {
+    let file = new(&Options { cluster_size: 4096, ..Options::new(SIZE) });
+    let moves = |below| growth_moves_tables(&open(&file), below).unwrap();
+    write(&mut open(&file), SIZE / 4096 - 1, 7, false);
+    assert!(!moves(None) && !moves(Some(SIZE)));
+    assert!(moves(Some(SIZE + 512)), "a longer backing image");
+    file.write_at(24, &(SIZE / 2).to_be_bytes()).unwrap();
+    assert!(moves(None), "an entry behind the end");
+}
+
+#[test]
 fn what_is_within_stays_and_what_is_beyond_goes() {
     for (seed, options) in (1..).zip(kinds(SIZE)) {
         let file = new(&options);

@@ -148,8 +148,8 @@ pub struct LimitsSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pps_tx: Option<u64>,
     /// Bytes per second. Of a disk, discards count without bytes, and write-zeroes with the bytes
-    /// that the storage has to write. Of a network, frames count from their Ethernet header on, in
-    /// both directions.
+    /// that the storage may have to write. Of a network, frames count from their Ethernet header
+    /// on, in both directions.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps: Option<u64>,
     /// Disks: bytes read per second.

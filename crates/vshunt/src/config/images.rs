@@ -202,7 +202,7 @@ fn read(image: &Path, most: usize) -> Outcome<Vec<u8>> {
             "there is no file {shown}; the keys of an option are joined by commas, without spaces: --disk KEY=VALUE,KEY=VALUE"
         )),
         io::ErrorKind::NotFound if image.starts_with("/dev") && !image.starts_with("/dev/shm") => {
-            Failure::Usage(format!("there is no device {shown}; is it spelt so, and its volume active?"))
+            Failure::Usage(format!("there is no device {shown}; check the name, and activate its volume (vgchange -ay)"))
         }
         io::ErrorKind::NotFound if has_name_of_qcow2(image) => Failure::Usage(format!(
             "there is no file {shown}; make an empty one: vshunt image create -f qcow2 {shown} 20G"

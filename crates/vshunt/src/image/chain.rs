@@ -10,7 +10,7 @@ use qcow2::status::{Contents, Reader, Status};
 use vshunt_block::CHAIN_MAX;
 
 use super::file::{For, ImageFile, id};
-use super::info::{beside, check_below, explained};
+use super::info::{beside, check_below, explained, open_data};
 use super::{ImageFormat, failed};
 use crate::outcome::{Failure, Outcome};
 
@@ -95,14 +95,14 @@ fn below(layer: &mut Layer, purpose: For) -> Outcome<Option<(PathBuf, Option<Ima
         _ => ImageFormat::Raw,
     };
     if let Some(data) = data.filter(|_| header.has(incompatible::DATA_FILE)) {
-        let file = ImageFile::open(&data, purpose)?;
+        let file = open_data(&layer.path, &data, purpose)?;
         layer.data = Some((data, file));
     }
     Ok(backing.map(|path| (path, Some(format))))
 }
 
 /// Returns the failure for an image that names a backing image without its format.
-fn no_format(path: &Path, name: Option<&str>) -> Failure {
+pub(super) fn no_format(path: &Path, name: Option<&str>) -> Failure {
     let (shown, name) = (path.display(), name.unwrap_or_default());
     Failure::Failed(format!(
         "{shown} does not name the format of its backing image {name}; set it with 'vshunt image rebase -u -b {name} \

@@ -130,7 +130,7 @@ fn check_compressed(args: &ConvertArgs) -> Outcome {
         return refused("an image with a data file has no compressed clusters; leave out -c, or data_file");
     }
     if wanted.preallocation.is_some_and(|mode| mode != Mode::Off) {
-        return refused("compressed clusters have no place in advance; leave out -c, or preallocation");
+        return refused("compressed clusters cannot be preallocated; leave out -c, or preallocation");
     }
     let target = args.to.as_deref().filter(|_| args.no_create);
     match target.and_then(|target| Some((target, info::data_file(target)?))) {

@@ -125,11 +125,28 @@ pub(super) fn explained(
     format: Option<ImageFormat>,
 ) -> Failure {
     let (Some(above), Failure::Failed(text), false) = (above, &e, path.exists()) else { return e };
-    let (above, format) = (above.display(), if format == Some(ImageFormat::Raw) { "raw" } else { "qcow2" });
+    let above = above.display();
+    let format = match format {
+        Some(ImageFormat::Raw) => "raw",
+        Some(ImageFormat::Qcow2) => "qcow2",
+        None => "FORMAT",
+    };
     Failure::Failed(format!(
         "{above} has a backing image that is missing: {text}; put it back, or name where it is now: vshunt image rebase -u -b \
          FILE -F {format} {above}"
     ))
+}
+
+/// Opens the data file of an image.
+pub(super) fn open_data(image: &Path, data: &Path, purpose: For) -> Outcome<ImageFile> {
+    ImageFile::open(data, purpose).map_err(|e| match &e {
+        Failure::Failed(text) if !data.exists() => Failure::Failed(format!(
+            "{0} has a data file that is missing: {text}; put it back, or name where it is now: vshunt image amend -o \
+             data_file=FILE {0}",
+            image.display()
+        )),
+        _ => e,
+    })
 }
 
 /// Returns the files of a qcow2 image and of its backing images, by their headers. Nothing is

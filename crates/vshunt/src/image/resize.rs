@@ -9,9 +9,10 @@ use vshunt_block::Disk;
 use vshunt_types::spec::{Cache, DiskSpec, Format};
 
 use super::args::{Mode, ResizeArgs};
+use super::chain::no_format;
 use super::create::{backing_size, fill};
 use super::file::{For, ImageFile};
-use super::info::beside;
+use super::info::{beside, explained, open_data};
 use super::progress::Bar;
 use super::{ImageFormat, changing, failed};
 use crate::outcome::{Failure, Outcome, print};
@@ -61,7 +62,7 @@ fn raw(path: &Path, file: &ImageFile, (old, size): (u64, u64), mode: Mode, quiet
 pub(super) fn qcow2(path: &Path, file: &ImageFile, size: u64, mode: Mode, quiet: bool) -> Outcome {
     let header = Image::open(file).map_err(|e| failed(path, &e))?.header().clone();
     let data = match &header.data_file {
-        Some(name) => Some(ImageFile::open(&beside(path, name), For::Writing)?),
+        Some(name) => Some(open_data(path, &beside(path, name), For::Writing)?),
         None => None,
     };
     // The backing image matters only for the part by which the disk grows.
@@ -102,10 +103,11 @@ fn own_last_cluster(path: &Path) -> Outcome {
 fn below(path: &Path, header: &Header) -> Outcome<Option<u64>> {
     match (&header.backing, &header.backing_format) {
         (None, _) => Ok(None),
-        (Some(name), Some(format)) => backing_size(path, name, format).map(Some),
-        (Some(name), None) => Err(Failure::Failed(format!(
-            "{} does not name the format of its backing image {name}; set it with 'vshunt image rebase -u -b {name} -F FORMAT'",
-            path.display()
-        ))),
+        (Some(name), Some(format)) => {
+            let below = beside(path, name);
+            let of = if format == "raw" { ImageFormat::Raw } else { ImageFormat::Qcow2 };
+            backing_size(path, name, format).map(Some).map_err(|e| explained(e, Some(path), &below, Some(of)))
+        }
+        (Some(name), None) => Err(no_format(path, Some(name))),
     }
 }

@@ -188,7 +188,7 @@ fn more_than_the_maximum_on_a_large_disk() {
 
 /// With what these requests say in bytes, the last one would wait for weeks.
 #[test]
-fn refused_requests_and_discards_cost_no_bytes_of_the_limits() {
+fn what_is_refused_or_moves_no_data_costs_no_bytes_of_the_limits() {
     if by_kernel() {
         println!("left out: the kernel has no limits");
         return;
@@ -213,7 +213,9 @@ fn refused_requests_and_discards_cost_no_bytes_of_the_limits() {
         let past_the_end = c.status(request::OUT, sectors - 1, &[1; 512 << 10], 0);
         assert_eq!(past_the_end, status::IOERR);
         let all = range(0, u32::try_from(sectors).unwrap(), 0);
-        assert_eq!(c.status(request::DISCARD, 0, &all, 0), status::OK);
+        for kind in [request::DISCARD, request::WRITE_ZEROES] {
+            assert_eq!(c.status(kind, 0, &all, 0), status::OK, "type {kind}");
+        }
     }
     assert_eq!(c.read(0, 4096), [0; 4096]);
 }

@@ -10,7 +10,7 @@ pub(super) const AFTER: &str = "\
 What is limited:
   Of a disk: reads, writes, discards and write-zeroes of the export, on all of
   its queues together. Discards and write-zeroes count as writes, and cost the
-  bytes that the storage has to write: none if it frees or marks the range.
+  bytes that the storage may have to write: none if it frees or marks ranges.
   Flushes, and the metadata of a mount, are not limited.
   Of a network: the frames of the export, on all of its queues together. rx are
   those that the guest receives, tx those that it sends. A frame counts as one

@@ -69,6 +69,8 @@ Columns of limits, which are shown if there are any:
   LIMITS   operations (iops) and bytes (bps) per second; +N:Ts is a burst of N
            for T seconds
   LIMITED  how long the queues of the export waited, added up
+  WAIT-MAX the longest time for which the limits can hold back the first
+           request of a queue
 
 Columns of balance, which are shown for exports whose queues follow load:
   BALANCE   auto, dry-run or off
