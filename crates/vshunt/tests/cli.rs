@@ -6,13 +6,13 @@
 mod common;
 
 use std::io::Read;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-use common::{Daemon, output, user, vshunt, wait, wait_for};
+use common::{Daemon, output, pass, user, vshunt, wait, wait_for};
 use serde_json::json;
 
 const RAM: [&str; 2] = ["--disk", "name=d0,format=ram,size=1M"];
@@ -29,21 +29,6 @@ fn image(dir: &std::path::Path, size: u64) -> String {
     let path = dir.join("disk.img");
     std::fs::File::create(&path).unwrap().set_len(size).unwrap();
     path.to_str().unwrap().to_owned()
-}
-
-/// Has `command` inherit `fd` under the number `to`.
-fn pass(command: &mut Command, fd: OwnedFd, to: i32) {
-    // SAFETY: between fork and exec; dup2 and fcntl are async-signal-safe and touch descriptors of
-    // the child only.
-    unsafe {
-        command.pre_exec(move || {
-            let rc = match fd.as_raw_fd() == to {
-                true => libc::fcntl(to, libc::F_SETFD, 0),
-                false => libc::dup2(fd.as_raw_fd(), to),
-            };
-            if rc < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
-        });
-    }
 }
 
 #[test]

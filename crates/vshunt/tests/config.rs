@@ -5,7 +5,7 @@ mod common;
 use std::fs;
 use std::path::Path;
 
-use common::{Daemon, output, vshunt};
+use common::{Daemon, output, pass, vshunt};
 
 /// Runs `vshunt config check` on a file with this text; exit code, stdout and stderr.
 fn check(dir: &Path, text: &str) -> (i32, String, String) {
@@ -238,21 +238,7 @@ fn what_a_file_cannot_express_is_a_comment() {
     let fd = std::os::fd::OwnedFd::from(listener);
     let export = "type=vhost-user-blk,name=vm0,disk=d0,fd=9,queues=2";
     let args = ["--disk", "name=d0,format=ram,size=1M", "--export", export];
-    let daemon = Daemon::start_with(&args, |command| {
-        use std::os::fd::AsRawFd;
-        use std::os::unix::process::CommandExt;
-        let pass = move || {
-            // SAFETY: both numbers are of this process, a child that has no other thread, and dup2
-            // uses no memory.
-            match unsafe { libc::dup2(fd.as_raw_fd(), 9) } {
-                9 => Ok(()),
-                _ => Err(std::io::Error::last_os_error()),
-            }
-        };
-        // SAFETY: the closure runs between fork and exec. It only calls dup2, which is
-        // async-signal-safe, and allocates nothing.
-        unsafe { command.pre_exec(pass) };
-    });
+    let daemon = Daemon::start_with(&args, |command| pass(command, fd, 9));
     daemon.ok(&["bitmap", "add", "d0", "b0"]);
     let shown = daemon.ok(&["config", "show"]);
     for want in [

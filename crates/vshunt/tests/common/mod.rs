@@ -3,7 +3,9 @@
 
 pub(crate) mod user;
 
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -33,6 +35,24 @@ pub(crate) fn vshunt_at(program: &Path) -> Command {
     // What the sandbox does not know of ends the daemon, and the test fails.
     command.env("VSHUNT_SANDBOX", "kill");
     command
+}
+
+/// Has `command` inherit `fd` under the number `to`. It may have that number already, and would be
+/// closed then: dup2(2) does nothing.
+pub(crate) fn pass(command: &mut Command, fd: OwnedFd, to: i32) {
+    let inherit = move || {
+        let from = fd.as_raw_fd();
+        let rc = match from == to {
+            // SAFETY: the call uses no memory, and the descriptor is the child's.
+            true => unsafe { libc::fcntl(to, libc::F_SETFD, 0) },
+            // SAFETY: the call uses no memory, and both descriptors are the child's.
+            false => unsafe { libc::dup2(from, to) },
+        };
+        if rc < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+    };
+    // SAFETY: it runs between fork and exec. dup2 and fcntl are async-signal-safe, and it allocates
+    // nothing.
+    unsafe { command.pre_exec(inherit) };
 }
 
 /// Runs to its end.

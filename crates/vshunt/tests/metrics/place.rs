@@ -4,12 +4,12 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-use crate::common::{Daemon, PATIENCE, output, vshunt, wait, wait_for};
+use crate::common::{Daemon, PATIENCE, output, pass, vshunt, wait, wait_for};
 use crate::openmetrics::parse;
 use crate::{GET, RAM, ask, scrape};
 
@@ -139,17 +139,7 @@ fn activated(fd: OwnedFd, name: &str) -> Command {
     let program = env!("CARGO_BIN_EXE_vshunt");
     shell.arg("-c").arg("LISTEN_PID=$$ exec \"$@\"").arg("sh").arg(program).arg("serve");
     shell.env("LISTEN_FDS", "1").env("LISTEN_FDNAMES", name);
-    // SAFETY: between fork and exec; dup2 and fcntl are async-signal-safe and touch descriptors of
-    // the child only.
-    unsafe {
-        shell.pre_exec(move || {
-            let rc = match fd.as_raw_fd() {
-                3 => libc::fcntl(3, libc::F_SETFD, 0),
-                other => libc::dup2(other, 3),
-            };
-            if rc < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
-        });
-    }
+    pass(&mut shell, fd, 3);
     shell
 }
 
