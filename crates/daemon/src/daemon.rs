@@ -7,6 +7,7 @@ mod jobs;
 mod limits;
 mod nets;
 mod resize;
+mod shutdown;
 mod snapshot;
 
 use std::collections::HashMap;
@@ -29,6 +30,7 @@ use vshunt_types::spec::{
 
 pub use self::convert::ToConvert;
 pub use self::jobs::{HOLD, HOLD_MAX, PointAction};
+pub use self::shutdown::END_LIMIT;
 pub use self::snapshot::{OverlayMode, SnapshotWish};
 use crate::balance::Balance;
 use crate::check::{Check, settings};
@@ -610,54 +612,6 @@ impl Daemon {
         while !state.is_quiet() {
             state = self.wait(state);
         }
-    }
-
-    /// Ends everything: disconnects and drains exports, closes disks, frees workers. Returns when
-    /// that is complete, even if another thread started it. May be called more than once.
-    pub fn shutdown(&self) {
-        self.state().shut = true;
-        self.balance.shut();
-        self.end_jobs();
-        let exports: Vec<(String, Arc<Export>)> = {
-            let mut state = self.state();
-            // No export is added from here on. Exports that are being made are waited for.
-            while state.exports.values().any(|e| matches!(e.phase, Phase::Making)) {
-                state = self.wait(state);
-            }
-            let served = |(name, e): (&String, &ExportEntry)| {
-                matches!(e.phase, Phase::Serving(_)).then(|| name.clone())
-            };
-            let names: Vec<String> = state.exports.iter().filter_map(served).collect();
-            names.into_iter().map(|name| (name.clone(), state.mark_removing(&name))).collect()
-        };
-        // An export whose disk hangs does not delay the others.
-        let ending: Vec<_> =
-            exports.iter().map(|(name, export)| self.start_removal(name, export.clone())).collect();
-        let until = Instant::now() + REMOVE_LIMIT;
-        let mut hang = false;
-        for ((name, export), ended) in exports.iter().zip(&ending) {
-            if let Err(e) = await_end(name, export, ended, until) {
-                tracing::warn!("{e}");
-                hang = true;
-            }
-        }
-        drop(exports);
-        if hang {
-            tracing::warn!(
-                "the daemon ends when these requests do; to end it at once, send SIGTERM again (after 'vshunt quit' twice, \
-                 more than a second apart): front ends that keep an in-flight region lose no request by that"
-            );
-        }
-        self.wait_all_gone();
-        let nets = std::mem::take(&mut self.state().nets);
-        drop(nets);
-        let disks = std::mem::take(&mut self.state().disks);
-        for entry in disks.values() {
-            // A resize may be running.
-            drop(entry.op_lock());
-        }
-        drop(disks);
-        self.workers.end_all();
     }
 }
 

@@ -136,6 +136,8 @@ impl Job {
     }
 
     pub(super) fn info(&self) -> JobInfo {
+        let ends = self.is_cancelled() && !self.is_concluded();
+        let waits_for = if ends { self.storage_in_use() } else { None };
         let state = self.state();
         let done = state.active.as_ref().map_or(state.done, |w| w.copy.done.load(Relaxed));
         JobInfo {
@@ -156,6 +158,7 @@ impl Job {
             pull: self.pull.clone(),
             error: state.error.clone(),
             cancelled: state.cancelled,
+            waits_for,
             continues_in: state.continues_in.clone(),
             auto_finalize: self.auto_finalize,
             auto_dismiss: self.auto_dismiss,
@@ -176,8 +179,25 @@ impl Job {
         copied
     }
 
+    /// Returns the storage whose requests a job waits for that has to end. None: there are none.
+    pub(super) fn storage_in_use(&self) -> Option<String> {
+        Some(match self.active()?.copy.leave_source() {
+            true => self.target.clone(),
+            false => format!("disk {} or {}", self.disk, self.target),
+        })
+    }
+
     pub(super) fn active(&self) -> Option<ActiveCopy> {
         self.state().active.clone()
+    }
+
+    fn is_cancelled(&self) -> bool {
+        self.state().cancelled
+    }
+
+    /// Returns whether it has copied all, and is about to end.
+    pub(super) fn is_pending(&self) -> bool {
+        self.state().status == JobStatus::Pending
     }
 
     pub(super) fn is_concluded(&self) -> bool {

@@ -55,7 +55,8 @@ mod watched;
 
 pub use check::{Check, MAX_PAIRS, MAX_QUEUES, check_disk_size, check_limits, check_one_place, is_key_of};
 pub use daemon::{
-    ATTACH_TIMEOUT, Daemon, HOLD, HOLD_MAX, Options, OverlayMode, PointAction, SnapshotWish, ToConvert,
+    ATTACH_TIMEOUT, Daemon, END_LIMIT, HOLD, HOLD_MAX, Options, OverlayMode, PointAction, SnapshotWish,
+    ToConvert,
 };
 pub use event::Event;
 pub use export::{Moved, check_certificates};

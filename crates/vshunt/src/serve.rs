@@ -27,6 +27,7 @@
 
 mod activation;
 mod confine;
+mod ending;
 pub(crate) mod log;
 pub(crate) mod paste;
 pub(crate) mod signals;
@@ -91,10 +92,13 @@ pub(crate) fn serve(setup: Setup, options: &ServeOptions) -> Outcome {
     let sockets = Sockets::bind(&setup, &mut inherited, options)?;
     // The sandbox opens images and mountpoints by their paths. A dead mount would hide them.
     let mountpoints = setup.exports.iter().filter_map(|export| export.mountpoint.as_deref());
+    let watch = signals::watch(&blocked)?;
     Daemon::take_over(mountpoints, &setup.disks)?;
+    let plan = confine::plan(&setup, sockets.control.is_some());
+    drop(watch);
     // Threads that start later inherit the restrictions of this one.
-    sandbox::start(confine::plan(&setup, sockets.control.is_some()))?;
-    signals::forward(blocked, stop.clone())?;
+    sandbox::start(plan)?;
+    signals::forward(blocked, stop.clone(), signals::Process::Daemon)?;
     let mut serving = Serving::set_up(setup, inherited, sockets, options, stop)?;
     print_aside(ready);
     serving.announce(options);
@@ -210,6 +214,7 @@ impl Serving {
             check_one_place(export).map_err(|e| Failure::Usage(e.to_string()))?;
         }
         let daemon = Daemon::new(Options { poll_us: setup.poll_us.unwrap_or(DEFAULT_POLL_US) })?;
+        ending::know(&daemon);
         let startup =
             Startup::new(&setup, control.as_ref().is_some_and(ControlSocket::is_inherited), metrics_passed);
         let context = Context {
@@ -320,12 +325,13 @@ impl Serving {
 
     fn take_down(&mut self, reason: Stop) {
         self.down = true;
+        ending::begin();
         notify(&[NotifyState::Stopping, NotifyState::Status("ending")]);
         self.server.broadcast(events::shutdown_line(reason));
         if let Some(metrics) = &self.metrics {
             metrics.close();
         }
-        self.daemon.shutdown();
+        let left = self.daemon.shutdown();
         // Waits for a scrape in progress, so that no thread uses a disk any more.
         self.metrics = None;
         if let Some(control) = &mut self.control {
@@ -333,12 +339,17 @@ impl Serving {
         }
         self.pidfile = None;
         self.server.stop();
+        if !left.is_empty() {
+            // Their workers and disks wait for storage that does not answer.
+            ending::without(&left);
+        }
     }
 }
 
 impl Drop for Serving {
     fn drop(&mut self) {
         if !self.down {
+            ending::begin();
             self.daemon.shutdown();
         }
     }

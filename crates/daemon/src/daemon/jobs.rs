@@ -17,16 +17,17 @@ mod together;
 
 pub use self::together::PointAction;
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vshunt_engine::QueueSet;
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{JobInfo, JobKind, JobStatus, QueueInfo};
 
 pub use self::mirror::{HOLD, HOLD_MAX};
-use super::Daemon;
+use super::shutdown::END_LIMIT;
+use super::{Daemon, REMOVE_LIMIT};
 use crate::disk_entry::DiskEntry;
 use crate::event::Event;
 use crate::export::{Export, queue_info};
@@ -35,7 +36,18 @@ use crate::job::Job;
 /// Concluded jobs that are kept at most. The oldest is dropped first.
 const CONCLUDED_MAX: usize = 64;
 /// How long the end of the daemon waits for jobs before it says which ones.
-const QUIET_END: Duration = Duration::from_secs(3);
+const QUIET_END: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 3 });
+/// How long it waits for requests of jobs that were cancelled. What such a job has copied is
+/// incomplete.
+const CANCELLED_LIMIT: Duration = REMOVE_LIMIT;
+/// How long it waits for jobs that have copied all: their target is being made stable, which can
+/// take long. Then time is left for exports and disks, until [`END_LIMIT`].
+const PENDING_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 4 } else { 40 });
+/// When those of them whose target is not stable yet, and that have not changed their disk, fail,
+/// so that their disk is closed in good order.
+const STABLE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 3 } else { 35 });
+const _: () = assert!(QUIET_END.as_nanos() < CANCELLED_LIMIT.as_nanos());
+const _: () = assert!(PENDING_LIMIT.as_nanos() + 2 * REMOVE_LIMIT.as_nanos() <= END_LIMIT.as_nanos());
 
 /// The claim of a job that is being started to the disk that it reads. It ends when it is dropped.
 #[must_use = "the disk is free at once"]
@@ -375,26 +387,52 @@ impl Daemon {
         self.tell(&Event::JobEnded(info));
     }
 
-    /// Cancels all jobs, and waits for their end. No job is started any more.
-    pub(super) fn end_jobs(&self) {
+    /// Cancels all jobs, and waits for their end, until [`CANCELLED_LIMIT`] or [`PENDING_LIMIT`].
+    /// No job is started any more. Returns those that have not ended, or not with the storage of
+    /// their target.
+    pub(super) fn end_jobs(&self) -> Vec<String> {
         let jobs: Vec<_> = self.state().jobs.values().cloned().collect();
         for job in jobs.iter().filter(|job| !job.is_concluded()) {
             let _ = self.cancel(job);
         }
-        let (mut state, mut told) = (self.state(), false);
+        let (begin, mut told, mut late) = (Instant::now(), false, None);
         loop {
+            let state = self.state();
             let left: Vec<_> = state.jobs.values().filter(|job| !job.is_concluded()).cloned().collect();
-            if left.is_empty() {
-                return;
+            let limit = match left.iter().any(|job| job.is_pending()) {
+                true => PENDING_LIMIT,
+                false => CANCELLED_LIMIT,
+            };
+            let passed = begin.elapsed();
+            if left.is_empty() || passed >= limit {
+                drop(state);
+                let mut unended: Vec<_> = left.iter().map(|job| given_up(job, limit)).collect();
+                unended.extend(late.unwrap_or_default());
+                unended.sort();
+                unended.dedup();
+                return unended;
             }
-            let waited = self.changed.wait_timeout(state, QUIET_END);
-            let (again, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
-            state = again;
-            if timeout.timed_out() && !told {
+            if passed >= QUIET_END && !told {
+                drop(state);
                 told = true;
-                left.iter().filter(|job| !job.is_concluded()).for_each(|job| warn_of_end(job));
+                left.iter().for_each(|job| warn_of_end(job));
+                continue;
             }
+            if passed >= STABLE_LIMIT && late.is_none() {
+                drop(state);
+                late = Some(left.iter().filter_map(|job| give_up_target(job)).collect::<Vec<_>>());
+                continue;
+            }
+            let steps = [(told, QUIET_END), (late.is_some(), STABLE_LIMIT), (false, limit)];
+            let next = steps.iter().filter(|(done, _)| !done).map(|(_, at)| *at).min();
+            let time = next.unwrap_or(limit).saturating_sub(passed);
+            drop(self.changed.wait_timeout(state, time));
         }
+    }
+
+    /// Returns whether the daemon ends. Nothing waits for storage then that others do not need.
+    fn is_ending(&self) -> bool {
+        self.state().shut
     }
 
     /// Returns the queue of a job, so that it can be attached to a worker.
@@ -415,15 +453,40 @@ impl Daemon {
 
 /// Says what the end of the daemon waits for.
 fn warn_of_end(job: &Job) {
-    let storage = match job.active() {
-        Some(active) if !active.copy.leave_source() => format!("disk {} or {}", job.disk, job.target),
-        _ => job.target.clone(),
-    };
     tracing::warn!(
-        "the daemon ends when job {} does, which waits for {storage}; to end it at once, send SIGTERM again (after 'vshunt \
-         quit' twice, more than a second apart)",
-        job.id
+        "the daemon ends when job {} does, which waits for {}, and without it {} s after it was told to end",
+        job.id,
+        job.storage_in_use().unwrap_or_else(|| job.target.clone()),
+        if job.is_pending() { PENDING_LIMIT } else { CANCELLED_LIMIT }.as_secs()
     );
+}
+
+/// Makes a backup fail that waits for its target to be stable, and returns its name. Others change
+/// their disk, or have a limit of their own.
+fn give_up_target(job: &Job) -> Option<String> {
+    if job.kind != JobKind::Backup || !job.is_pending() {
+        return None;
+    }
+    tracing::warn!(
+        "job {} has copied all, but {} is not on stable storage after {} s: it is no backup",
+        job.id,
+        job.target,
+        STABLE_LIMIT.as_secs()
+    );
+    job.state().cancelled = true;
+    job.wake();
+    Some(job.id.clone())
+}
+
+/// Says which job the daemon does not wait for any more, and returns its name.
+fn given_up(job: &Job, limit: Duration) -> String {
+    tracing::warn!(
+        "job {} has requests that do not end within {} s, of {}. The daemon ends without it",
+        job.id,
+        limit.as_secs(),
+        job.storage_in_use().unwrap_or_else(|| job.target.clone())
+    );
+    job.id.clone()
 }
 
 /// Adds to the error of a job what to do against it.

@@ -217,6 +217,9 @@ pub struct JobInfo {
     /// Whether it was cancelled.
     #[serde(default)]
     pub cancelled: bool,
+    /// The storage whose requests a job that was cancelled, and has not ended, waits for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waits_for: Option<String>,
     /// The file or URI that its disk continues in, if it has moved the disk: it is to be served by
     /// this name from then on.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -18,6 +18,8 @@ use crate::outcome::{Failure, Outcome, one_line, print, print_line};
 
 /// The interval between two queries of a job that the command waits for.
 const JOB_QUERY_INTERVAL: Duration = Duration::from_millis(100);
+/// How long a job that was cancelled may take to end before the command fails.
+const CANCEL_TIME: Duration = Duration::from_secs(10);
 
 pub(crate) fn backup(client: &mut Client, command: BackupCommand, quiet: bool) -> Outcome {
     let BackupCommand::Start(mut args) = command;
@@ -219,11 +221,7 @@ pub(crate) fn job(client: &mut Client, command: JobCommand, quiet: bool) -> Outc
                 false => send(client, "job-cancel", json!({ "id": job }))?,
                 true => send(client, "block-job-cancel", json!({ "device": job, "force": true }))?,
             };
-            // The job has ended when this returns, so its target can be used again.
-            while jobs(client)?.iter().any(|j| j.id == job && j.status != JobStatus::Concluded) {
-                std::thread::sleep(JOB_QUERY_INTERVAL);
-            }
-            Ok(())
+            await_cancelled(client, &job)
         }
         JobCommand::Complete { job, no_switch, hold } => {
             match may_move(client, &job, quiet, |client| complete(client, &job, !no_switch, hold))? {
@@ -247,6 +245,28 @@ pub(crate) fn job(client: &mut Client, command: JobCommand, quiet: bool) -> Outc
                 false => named,
             };
             names.iter().try_for_each(|id| send(client, "job-dismiss", json!({ "id": id })))
+        }
+    }
+}
+
+/// Waits until a job that was cancelled has ended, so that its target can be used again.
+///
+/// # Errors
+/// The storage of the job does not answer.
+fn await_cancelled(client: &mut Client, id: &str) -> Outcome {
+    let until = Instant::now() + CANCEL_TIME;
+    loop {
+        let found = jobs(client)?.into_iter().find(|job| job.id == id);
+        match found.filter(|job| job.status != JobStatus::Concluded) {
+            None => return Ok(()),
+            Some(job) if Instant::now() >= until => {
+                let storage = job.waits_for.unwrap_or(job.target);
+                return Err(Failure::Failed(format!(
+                    "job {id} is cancelled, and ends when its last requests do: {storage} does not answer; `vshunt job list` shows \
+                     it, and `vshunt job wait {id}` waits for its end"
+                )));
+            }
+            Some(_) => std::thread::sleep(JOB_QUERY_INTERVAL),
         }
     }
 }

@@ -370,6 +370,7 @@ pub(crate) fn jobs(jobs: &[JobInfo]) -> String {
                 JobKind::Stream => "stream",
             };
             let status = match j.status {
+                status if j.cancelled && status != JobStatus::Concluded => "cancelling",
                 JobStatus::Running => "running",
                 JobStatus::Paused => "paused",
                 JobStatus::Ready => "ready",
@@ -399,7 +400,10 @@ pub(crate) fn jobs(jobs: &[JobInfo]) -> String {
                     (Some(file), Some(n)) => format!("{}, {} in {}", j.target, size(n), file.display()),
                     _ => j.target.clone(),
                 },
-                or_dash(j.error.clone().unwrap_or_default()),
+                or_dash(match &j.waits_for {
+                    Some(storage) => format!("waits for {storage}"),
+                    None => j.error.clone().unwrap_or_default(),
+                }),
             ]
         }),
     )

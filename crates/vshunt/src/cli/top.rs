@@ -60,7 +60,7 @@ pub(super) fn run(control: Option<PathBuf>, args: &TopArgs) -> Outcome {
     connect(control.as_ref())?;
     let blocked = signals::block()?;
     let (stop, stopped) = mpsc::channel();
-    signals::forward(blocked, stop)?;
+    signals::forward(blocked, stop, signals::Process::Command)?;
     let (news, samples) = mpsc::channel();
     let sampler = Sampler { control: control.clone(), interval: args.interval };
     start("sampler", {

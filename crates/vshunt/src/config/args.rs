@@ -37,9 +37,10 @@ what is served where. SIGTERM, SIGINT and SIGHUP end it cleanly, with status 0. 
 the start stays ignored. The limit of the size of files (ulimit -f) fails requests and does not end it.
 
 A clean end waits for the requests in flight, because the memory of guests is in use. If a disk does not \
-answer, the daemon waits for it and warns. A second signal, more than one second after the first, ends the \
-daemon at once, with status 1. Sockets and mounts may be left then, and the next daemon repeats the requests \
-that front ends keep in an in-flight region.
+answer, the daemon warns, and waits for it until 60 seconds after the signal; for the target of a job that is \
+cancelled 10 seconds. A second signal, more than one second after the first, ends the daemon at once. Its \
+status is 4 then, as when something had not ended: sockets and mounts may be left, and the next daemon \
+repeats the requests that front ends keep in an in-flight region.
 
 Once the daemon has its sockets, it gives up the capabilities, system calls and paths that it does not need \
 (--sandbox).

@@ -1,8 +1,9 @@
 //! What the sandbox permits a daemon with this configuration.
 //!
-//! Called on the main thread before other threads exist. A control client may add disks, networks
-//! and exports. Therefore a daemon with a control socket keeps each capability that some kind of
-//! them needs. A client opens files that are not configured itself, and passes them (`qmp::fdset`).
+//! Called on the main thread before threads exist that stay. A control client may add disks,
+//! networks and exports. Therefore a daemon with a control socket keeps each capability that some
+//! kind of them needs. A client opens files that are not configured itself, and passes them
+//! (`qmp::fdset`).
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};

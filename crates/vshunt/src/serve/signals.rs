@@ -15,14 +15,17 @@
 //! | SIGTTOU | a line of the log, from the background of a terminal with `stty tostop` | it is written | the daemon ([`ignore_terminal`]) |
 //! | SIGTTIN | a read from a terminal, from its background | EIO | the daemon ([`ignore_terminal`]) |
 
+use std::io;
 use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::sync::mpsc::Sender;
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use vshunt_types::error::{Error, Result};
 
-use super::log;
+use super::ending;
 use crate::qmp::Stop;
 
 /// Signals that end the daemon. SIGHUP is one of them because the daemon does not reload its
@@ -62,7 +65,7 @@ pub(crate) fn block() -> Result<Blocked> {
     // SAFETY: `set` is initialised and outlives the call. The pointer to the old mask may be null.
     let rc = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) };
     if rc != 0 {
-        return Err(Error::io("cannot block signals", std::io::Error::from_raw_os_error(rc)));
+        return Err(Error::io("cannot block signals", io::Error::from_raw_os_error(rc)));
     }
     Ok(Blocked(set))
 }
@@ -71,9 +74,69 @@ pub(crate) fn block() -> Result<Blocked> {
 /// two).
 const REPEATED_SIGNAL_TIME: Duration = Duration::from_secs(1);
 
-/// Starts the thread that sends the first signal as a [`Stop`]. A later signal, while the daemon
-/// ends, ends the process at once.
-pub(crate) fn forward(blocked: Blocked, stop: Sender<Stop>) -> Result<()> {
+/// How long a daemon that is told to end may still look for its images and mountpoints.
+const LOOK_LIMIT: Duration = Duration::from_secs(5);
+
+/// Limits how long signals stay pending, until it is dropped. No thread may exist then that has not
+/// the restrictions of the sandbox.
+pub(super) struct Watch {
+    /// Readable when the watch ends.
+    over: OwnedFd,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Starts to watch the signals that end the daemon, without taking them. If one is pending for
+/// [`LOOK_LIMIT`], storage does not answer, and the process ends.
+pub(super) fn watch(blocked: &Blocked) -> Result<Watch> {
+    let cannot = |e: io::Error| Error::io("cannot watch signals", e);
+    // SAFETY: `Blocked` has an initialised set, which outlives the call.
+    let fd = unsafe { libc::signalfd(-1, &blocked.0, libc::SFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(cannot(io::Error::last_os_error()));
+    }
+    // SAFETY: signalfd returned a new descriptor, which nothing else owns.
+    let pending = unsafe { OwnedFd::from_raw_fd(fd) };
+    let over = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| cannot(e.into()))?;
+    let ended = over.try_clone().map_err(cannot)?;
+    let run = move || {
+        // The limit begins with a signal.
+        is_readable(&[&pending, &ended], None);
+        if !is_readable(&[&ended], Some(LOOK_LIMIT)) {
+            ending::at_once(
+                "was told to end while it looks for its images and mountpoints, which do not answer",
+            );
+        }
+    };
+    let thread = thread::Builder::new().name("starting".into()).spawn(run).map_err(cannot)?;
+    Ok(Watch { over, thread: Some(thread) })
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let _ = rustix::io::write(&self.over, &1u64.to_ne_bytes());
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Waits until one of these descriptors is readable, for `limit` at most. Returns whether one is.
+fn is_readable(fds: &[&OwnedFd], limit: Option<Duration>) -> bool {
+    let mut fds: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)).collect();
+    let limit = limit.map(|time| Timespec { tv_sec: time.as_secs() as i64, tv_nsec: 0 });
+    poll(&mut fds, limit.as_ref()).is_ok_and(|ready| ready > 0)
+}
+
+/// What a second signal does, when the first one is not obeyed yet.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Process {
+    /// Ends the daemon at once. The first one has started the limit of its end.
+    Daemon,
+    /// Ends the command.
+    Command,
+}
+
+/// Starts the thread that sends the first signal as a [`Stop`]. A later signal ends the process at
+/// once.
+pub(crate) fn forward(blocked: Blocked, stop: Sender<Stop>, process: Process) -> Result<()> {
     let run = move || {
         let mut first: Option<Instant> = None;
         loop {
@@ -86,16 +149,14 @@ pub(crate) fn forward(blocked: Blocked, stop: Sender<Stop>) -> Result<()> {
             match first {
                 None => {
                     first = Some(Instant::now());
+                    if process == Process::Daemon {
+                        ending::begin();
+                    }
                     let _ = stop.send(Stop::Signal(signal));
                 }
                 Some(then) if then.elapsed() < REPEATED_SIGNAL_TIME => {}
-                Some(_) => {
-                    log::notice(
-                        "vshunt",
-                        "told to end twice and ends at once; sockets and mounts may be left",
-                    );
-                    std::process::exit(1);
-                }
+                Some(_) if process == Process::Daemon => ending::at_once("was told to end twice"),
+                Some(_) => std::process::exit(1),
             }
         }
     };

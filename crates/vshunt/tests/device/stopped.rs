@@ -346,7 +346,7 @@ fn a_second_signal_ends_a_daemon_whose_disks_hang() {
     assert!(served.child.try_wait().unwrap().is_none(), "{}", served.log());
     served.signal();
     let code = wait_for("the end of the daemon", || served.child.try_wait().unwrap());
-    assert_eq!(code.code(), Some(1), "{}", served.log());
+    assert_eq!(code.code(), Some(4), "{}", served.log());
     assert!(served.log().contains("told to end twice"), "{}", served.log());
 }
 

@@ -8,11 +8,11 @@ use vshunt_block::{Bitmap, CopyBeforeWrite, Disk};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{BackupSpec, Format, JobKind};
 
-use super::fleece;
+use super::fleece::{self, sync_fleece};
 use super::point::{Point, StartedBitmap, check_complete, release_source, restore_bitmap, start_bitmap};
 use super::pull::{Pull, frozen_disk};
-use super::rounds::sync;
-use super::run::{CopyPlan, JobBody};
+use super::rounds::sync_apart;
+use super::run::{CopyPlan, JobBody, Patience, RunningCopy, took_nothing};
 use super::target::{Target, Wanted};
 use crate::check::check_name;
 use crate::daemon::Daemon;
@@ -124,10 +124,15 @@ impl Daemon {
         // The job owns the target, so that it is closed by the thread of the job.
         let cleanup = Cleanup { entry, work: point.work, started, target, fleece };
         self.launch(thread, job, move |daemon, job| {
-            let copied = daemon.copy(job, plan).and_then(|()| daemon.await_finalize(job));
+            let mut left = None;
+            let copied = match daemon.copy_or_leave(job, plan, Patience::Source, &mut left) {
+                Ok(true) => daemon.await_finalize(job),
+                Ok(false) => Err(took_nothing(job)),
+                Err(e) => Err(e),
+            };
             let copied = job.decide(copied);
             daemon.tell_status(job);
-            cleanup.end(daemon, job, copied)
+            cleanup.end(daemon, job, copied, left)
         });
     }
 }
@@ -193,21 +198,29 @@ struct Cleanup {
 }
 
 impl Cleanup {
-    /// Makes the target stable, and releases all that the job had.
-    fn end(self, daemon: &Daemon, job: &Job, copied: Result<()>) -> Result<()> {
+    /// Makes the target stable, and releases all that the job had. `left`: a copy that failed and
+    /// still has requests in flight.
+    fn end(
+        self,
+        daemon: &Daemon,
+        job: &Arc<Job>,
+        copied: Result<()>,
+        left: Option<RunningCopy>,
+    ) -> Result<()> {
         let result = copied.and_then(|()| self.make_stable(job));
         let Self { entry, work, started, target, fleece: _fleece } = self;
         if result.is_err() {
             // The queue may never have run. No write may wait for it.
             work.end_now();
         }
-        // Closing a target that failed may hang. So this comes last, when nothing else is held.
+        // A target that failed may answer nothing. So this comes last, when nothing else is held.
         let (result, failed) = match result {
             Ok(()) => (target.keep(), None),
             Err(e) => (Err(e), Some(target)),
         };
         release_source(daemon, &entry, started, result.is_ok());
         drop(entry);
+        daemon.end_left(job, left);
         if let Some(target) = failed {
             target.give_up();
         }
@@ -215,12 +228,13 @@ impl Cleanup {
     }
 
     /// Makes the target stable.
-    fn make_stable(&self, job: &Job) -> Result<()> {
+    fn make_stable(&self, job: &Arc<Job>) -> Result<()> {
         if let Some(file) = &self.fleece {
             // Old data that was read back may be wrong if its write-back failed.
-            file.sync().map_err(|e| Error::io("the fleecing file cannot be written", e))?;
+            let cannot = |e| Error::io("the fleecing file cannot be written", e);
+            sync_fleece(job, file)?.map_err(cannot)?;
         }
-        sync(job, &self.target.disk)
+        sync_apart(job, &self.target.disk, None)
     }
 }
 

@@ -8,7 +8,7 @@ use vshunt_block::{CommitTarget, Disk};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{JobKind, OverlayJobSpec};
 
-use super::rounds::{Destination, HoldLimits, Rounds, bits, sync};
+use super::rounds::{Destination, HoldLimits, Rounds, bits, sync_apart};
 use super::run::took_nothing;
 use crate::daemon::Daemon;
 use crate::drained::with_disk_drained;
@@ -70,15 +70,18 @@ impl Commit {
     /// Runs the commit, on the thread of the job.
     fn run(mut self, daemon: &Daemon, job: &Arc<Job>) -> Result<()> {
         // Most data is stable before guests must wait.
-        // This is waited for: the image below is closed before its locks are released.
-        let copied = self.copy(daemon, job).and_then(|()| sync(job, self.below()?));
+        let copied = self.copy(daemon, job).and_then(|()| sync_apart(job, self.below()?, None));
         let copied = copied.and_then(|()| self.await_finalize(daemon, job));
         let settled = job.decide(copied);
         daemon.tell_status(job);
         let result = settled.and_then(|()| self.last(daemon, job));
-        // The image below is of the disk, so the disk waits for it.
-        self.rounds.end_left(daemon, job);
-        self.await_below();
+        self.rounds.await_source();
+        // The image below is of the disk, which is locked by it until it is closed here. At the end
+        // of the daemon the disk is closed first, since the image below may answer nothing.
+        let below = match self.await_below(daemon, job) {
+            true => None,
+            false => self.below.take(),
+        };
         {
             let entry = self.rounds.entry.clone();
             let _op = entry.op_lock();
@@ -86,6 +89,12 @@ impl Commit {
             self.rounds.end(daemon);
         }
         self.rounds.end_copies(daemon, job);
+        if let Some(below) = below {
+            while !is_unused(&below) {
+                std::thread::park_timeout(TICK);
+            }
+            below.close();
+        }
         result
     }
 
@@ -106,7 +115,7 @@ impl Commit {
         }
         daemon.await_finalize(job)?;
         self.rounds.shrink(daemon, job, self.below()?)?;
-        sync(job, self.below()?)
+        sync_apart(job, self.below()?, None)
     }
 
     /// Copies the rest while guests wait, and switches the disk to the backing file.
@@ -129,9 +138,17 @@ impl Commit {
         })
     }
 
-    /// Waits until nobody else has the backing file: a thread may still make it stable.
-    fn await_below(&self) {
-        while self.below.as_ref().is_some_and(|below| Arc::strong_count(&below.disk) > 1) {
+    /// Waits until nobody else has the backing file: a copy that was left may have requests, or a
+    /// thread still makes it stable. Returns false if the daemon ends meanwhile.
+    fn await_below(&self, daemon: &Daemon, job: &Job) -> bool {
+        loop {
+            let ended = self.rounds.try_end_left(daemon, job);
+            if ended && self.below.as_ref().is_none_or(is_unused) {
+                return true;
+            }
+            if daemon.is_ending() {
+                return false;
+            }
             std::thread::park_timeout(TICK);
         }
     }
@@ -148,4 +165,9 @@ impl Commit {
             self.rounds.entry.disk.relock_backing(&next);
         }
     }
+}
+
+/// Returns whether nobody else has the backing file.
+fn is_unused(below: &CommitTarget) -> bool {
+    Arc::strong_count(&below.disk) == 1
 }

@@ -11,6 +11,10 @@ use vshunt_block::{Disk, own_mounts};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{Direct, DiskSpec, Format};
 
+use super::rounds::apart;
+use super::run::took_nothing;
+use crate::job::Job;
+
 /// Makes a sparse file as large as a disk of `size` bytes, opens it, and removes its name.
 ///
 /// # Errors
@@ -52,4 +56,13 @@ pub(super) fn open(path: &Path, size: u64, job: &str) -> Result<Arc<Disk>> {
     let removed = std::fs::remove_file(path)
         .map_err(|e| Error::io(format_args!("cannot remove the name of the fleecing file {shown}"), e));
     opened.and_then(|disk| removed.map(|()| disk))
+}
+
+/// Returns how a fleecing file was made stable, on a thread of its own.
+///
+/// # Errors
+/// The job was cancelled, and the thread ends later; or there is no thread.
+pub(super) fn sync_fleece(job: &Job, file: &Arc<Disk>) -> Result<io::Result<()>> {
+    let file = file.clone();
+    apart(job, None, move || file.sync())?.ok_or_else(|| took_nothing(job))
 }

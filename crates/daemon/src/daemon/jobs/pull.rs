@@ -14,6 +14,7 @@ use vshunt_block::{CopyBeforeWrite, Disk};
 use vshunt_types::error::{Error, Result};
 use vshunt_types::spec::{DiskSpec, Format, JobStatus};
 
+use super::fleece::sync_fleece;
 use super::point::{StartedBitmap, release_source};
 use super::run::{STALL, fleece_failed};
 use crate::daemon::Daemon;
@@ -206,7 +207,7 @@ impl Pull {
         work.end_now();
         let result = held.and_then(|()| {
             // What was read from the file may be wrong if its write-back failed.
-            fleece.sync().map_err(|e| fleece_failed(job, e))
+            sync_fleece(job, &fleece)?.map_err(|e| fleece_failed(job, e))
         });
         let why = match &result {
             Ok(()) => String::new(),
@@ -216,6 +217,8 @@ impl Pull {
         drop(frozen);
         job.state().pull = None;
         release_source(daemon, &source, started, result.is_ok());
+        // It does not wait for the fleecing file.
+        drop(source);
         result
     }
 }

@@ -7,7 +7,7 @@ mod follow;
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
@@ -244,9 +244,14 @@ impl Rounds {
         }
     }
 
-    /// Waits for the requests of a copy that was left.
-    pub(super) fn end_left(&self, daemon: &Daemon, job: &Job) {
-        daemon.end_left(job, self.left.take());
+    /// Ends a copy that was left, if its requests have ended. Returns whether there is none any
+    /// more.
+    pub(super) fn try_end_left(&self, daemon: &Daemon, job: &Job) -> bool {
+        let mut left = self.left.borrow_mut();
+        if left.as_ref().is_none_or(|running| running.copy().over.load(Acquire)) {
+            daemon.end_left(job, left.take());
+        }
+        left.is_none()
     }
 
     /// Waits for the requests of a copy that was left, and frees the worker. Nobody else waits for

@@ -21,7 +21,7 @@ const SIGNAL_TIME: Duration = Duration::from_millis(50);
 pub(super) fn run(interval: Duration, next: impl FnMut() -> Outcome<String> + Send + 'static) -> Outcome {
     let blocked = signals::block()?;
     let (stop, stopped) = mpsc::channel();
-    signals::forward(blocked, stop)?;
+    signals::forward(blocked, stop, signals::Process::Command)?;
     // Held while a text is written.
     let writing = Arc::new(Mutex::new(()));
     let repeat = {
