@@ -101,6 +101,19 @@ def bootable(rig, path, size_bytes=1 << 30):
     return path
 
 
+def threads(pid):
+    """The state, the wait in the kernel and the system call of each thread of a process and of those below it."""
+    found = []
+    for place in Path(f"/proc/{pid}/task").glob("*"):
+        try:
+            name, state = re.match(r"\d+ \((.*)\) (\S)", (place / "stat").read_text()).groups()
+            found.append(f"{name} {state} {(place / 'wchan').read_text()} {(place / 'syscall').read_text().strip()}")
+            found += [thread for child in (place / "children").read_text().split() for thread in threads(child)]
+        except OSError:
+            continue  # it ended
+    return found
+
+
 class Console:
     """The shell of a guest, at the other end of a program that shows a serial port on its terminal: a VMM, `virsh console`."""
 
@@ -159,9 +172,18 @@ class Console:
         try:
             end = self.at + r.wait_for(f"{self.place}: the guest answers", look, every_s=0.1).end()
         except r.Failed as e:
-            raise r.Failed(f"{e}: {self.text[-600:]}") from e
+            raise r.Failed(f"{e}: {self.text[-600:]}{self._hangs()}") from e
         text, self.at = self.text[self.at : end], end
         return text
+
+    def _hangs(self):
+        """What can be seen of a guest that does not answer: whether its shell still waits for the end of a line, and where the threads
+        of the VMM are.
+        """
+        said, where = len(self.text), threads(self.child.pid)
+        self._write("\n")
+        time.sleep(5)
+        return f" | after an end of line: {self._read()[said:]!r} | {where}"
 
     def _write(self, text):
         os.write(self.port, text.encode())
