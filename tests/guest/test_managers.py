@@ -54,7 +54,7 @@ class Managed(vm.Guest):
         argv = [program, "-nodefaults", "-display", "none", "-no-reboot", "-no-user-config"]
         argv += ["-accel", "tcg,thread=multi", "-cpu", "qemu64,-cx16", "-smp", 4, *options]
         argv += ["-kernel", f"{folder}/vmlinuz", "-initrd", initramfs]
-        argv += ["-append", "console=ttyS0 panic=-1 quiet oops=panic no_timer_check mitigations=off"]
+        argv += ["-append", "console=ttyS0 panic=-1 quiet oops=panic no_timer_check mitigations=off" + vm.clock()]
         argv += ["-serial", f"file:{self.console}", "-serial", "stdio"]
         self.start(rig, "managed", argv)
 

@@ -32,7 +32,7 @@ class Pasted(vm.Guest):
         self.console = rig.dir / "pasted.console"
         more = ["-cpu", "qemu64,-cx16", "-nodefaults", "-display", "none", "-no-reboot", "-no-user-config"]
         more += ["-kernel", f"{folder}/vmlinuz", "-initrd", initramfs]
-        more += ["-append", "console=ttyS0 panic=-1 quiet oops=panic no_timer_check mitigations=off"]
+        more += ["-append", "console=ttyS0 panic=-1 quiet oops=panic no_timer_check mitigations=off" + vm.clock()]
         more += ["-serial", f"file:{self.console}", "-serial", "stdio"]
         self.start(rig, "pasted", [*shlex.split(line), *more])
 

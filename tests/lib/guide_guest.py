@@ -89,7 +89,7 @@ def bootable(rig, path, size_bytes=1 << 30):
     """Makes the image."""
     syslinux, mcopy = r.tool("syslinux", "syslinux"), r.tool("mcopy", "mtools")
     (rig.dir / "init.img").write_bytes(initramfs())
-    (rig.dir / "syslinux.cfg").write_text(CONFIG, encoding="ascii")
+    (rig.dir / "syslinux.cfg").write_text(CONFIG.rstrip("\n") + vm.clock() + "\n", encoding="ascii")
     with open(path, "wb") as image:
         image.truncate(size_bytes)
     # Without partitions. The boot sector of a partition is loaded to the address of the one before

@@ -272,7 +272,8 @@ class Vm:
         self.argv += [
             "-append",
             f"console=ttyS0 panic=-1 oops=panic ignore_loglevel no_timer_check mitigations=off {PATIENT} "
-            + ("tsc=reliable" if counting else "slub_debug=FZPU kfence.sample_interval=20" if checks else "nokaslr"),
+            + ("tsc=reliable" if counting else "slub_debug=FZPU kfence.sample_interval=20" if checks else "nokaslr")
+            + ("" if counting else vm.clock()),
         ]
         self.argv += ["-serial", f"file:{self.console}", "-serial", "stdio", *more]
         self.seen = collections.Counter()
